@@ -1,0 +1,82 @@
+"""The completions of a logging window as a table: printed, and kept as parquet."""
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+class CompletionLog:
+    """Keeps the newest rows (one generation batch) between logs.
+
+    Args:
+        limit: rows kept.
+        reward_names: one column each.
+    """
+
+    def __init__(self, limit: int, reward_names: Sequence[str]) -> None:
+        self._rows: deque[dict[str, Any]] = deque(maxlen=limit)
+        self._reward_names = list(reward_names)
+
+    def add(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rewards: Sequence[Sequence[float]],
+        advantages: Sequence[float],
+        extras: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """Adds rows; every argument has one entry per row (``rewards``: one list per row, in the order of the names)."""
+        for row, (prompt, completion, values, advantage) in enumerate(
+            zip(prompts, completions, rewards, advantages, strict=True)
+        ):
+            record = {"prompt": prompt, "completion": completion}
+            record |= dict(zip(self._reward_names, values, strict=True))
+            record |= {name: column[row] for name, column in extras.items()}
+            self._rows.append({**record, "advantage": advantage})
+
+    def flush(
+        self, step: int, folder: Path, *, num_to_print: int | None, unique_prompts: bool, console: Console
+    ) -> list[dict[str, Any]]:
+        """Writes ``completions_<step>.parquet`` and prints a table of the rows, then forgets them.
+
+        Args:
+            step: optimizer step.
+            folder: for the parquet file; made when missing.
+            num_to_print: rows in the printed table, chosen at random; None: all, 0: none.
+            unique_prompts: keep only the first row of each prompt.
+            console: where to print.
+
+        Returns:
+            The rows written.
+        """
+        rows = [{"step": step, **row} for row in self._rows]
+        self._rows.clear()
+        if unique_prompts:
+            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+        if not rows:
+            return []
+        import pandas as pd
+
+        folder.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(rows).to_parquet(folder / f"completions_{step:05d}.parquet")
+        if num_to_print != 0:
+            shown = rows if num_to_print is None or num_to_print >= len(rows) else random.Random(step).sample(rows, num_to_print)
+            console.print(self._table(step, shown))
+        return rows
+
+    @staticmethod
+    def _table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+        table = Table(title=f"Step {step}", show_lines=True)
+        names = [name for name in rows[0] if name != "step"]
+        for name in names:
+            table.add_column(name.capitalize(), overflow="fold")
+        for row in rows:
+            cells = [f"{row[n]:.2f}" if isinstance(row[n], float) else str(row[n]) for n in names]
+            table.add_row(*[Text(cell) for cell in cells])
+        return table

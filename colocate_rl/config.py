@@ -1,0 +1,175 @@
+"""`GRPOConfig`: `transformers.TrainingArguments` plus the settings of :mod:`colocate_rl.options`, checked."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from colocate_rl import options
+from colocate_rl.errors import ConfigError
+from colocate_rl.options import GRPOOptions
+
+
+@dataclass
+class GRPOConfig(GRPOOptions, TrainingArguments):
+    """Settings of :class:`colocate_rl.GRPOTrainer`.
+
+    Every ``TrainingArguments`` field works as usual; the fields of :class:`colocate_rl.options.GRPOOptions` come on
+    top or replace a default. Batch sizes count completions, not prompts: with b = per_device_train_batch_size, W ranks
+    and S = steps_per_generation, one generation batch holds b * W * S completions of b * W * S / G prompts.
+
+    Raises:
+        ConfigError: for values or combinations that cannot work, with the numbers.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *options.JSON_OPTIONS]
+
+    def __post_init__(self) -> None:
+        has_gpu = torch.cuda.is_available() and not self.use_cpu
+        if not has_gpu:
+            self.use_cpu = True  # nothing else exists here, so nobody has to say so
+        if self.bf16 is None:
+            self.bf16 = has_gpu and not self.fp16 and torch.cuda.is_bf16_supported()
+        self._gradient_checkpointing_is_auto = self.gradient_checkpointing is None
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = False
+        super().__post_init__()
+        self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
+        self._normalise()
+        self._check_choices()
+        self._check_ranges()
+        self._check_unsupported()
+        self._resolve_batches()
+
+    def _normalise(self) -> None:
+        if isinstance(self.vllm_devices, str):
+            try:
+                self.vllm_devices = [int(part) for part in self.vllm_devices.split(",")]
+            except ValueError:
+                raise ConfigError(
+                    f"vllm_devices={self.vllm_devices!r} is not a list of device numbers such as '2,3'."
+                ) from None
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        if isinstance(self.scale_rewards, str):
+            self.scale_rewards = {"true": "group", "false": "none"}.get(self.scale_rewards.lower(), self.scale_rewards)
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+        if self.num_generations_eval is None:
+            self.num_generations_eval = self.num_generations
+
+    def _check_choices(self) -> None:
+        allowed = {
+            "loss_type": options.LossType,
+            "importance_sampling_level": options.ImportanceSamplingLevel,
+            "scale_rewards": options.ScaleRewards,
+            "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
+            "old_logprobs": options.OldLogprobs,
+        }
+        for name, literal in allowed.items():
+            value = getattr(self, name)
+            if value not in options.choices(literal):
+                raise ConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(options.choices(literal))}.")
+
+    def _check_ranges(self) -> None:
+        if self.num_generations < 2:
+            raise ConfigError(
+                f"num_generations is {self.num_generations}: an advantage compares the completions of one prompt, so "
+                "at least 2 are needed."
+            )
+        if self.num_generations_eval is not None and self.num_generations_eval < 1:
+            raise ConfigError(f"num_generations_eval is {self.num_generations_eval}; it must be at least 1.")
+        if self.max_completion_length < 1:
+            raise ConfigError(f"max_completion_length is {self.max_completion_length}; it must be at least 1 token.")
+        if self.vllm_max_model_length is not None and self.vllm_max_model_length <= self.max_completion_length:
+            raise ConfigError(
+                f"vllm_max_model_length={self.vllm_max_model_length} tokens hold prompt and completion together, so "
+                f"max_completion_length={self.max_completion_length} leaves no room for any prompt. Raise the first or "
+                "lower the second."
+            )
+        share = self.vllm_gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"vllm_gpu_memory_utilization={share} is a share of the device's memory: above 0, up to 1.")
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"temperature={self.temperature}: greedy completions of one prompt are all the same, which leaves no "
+                "advantage to learn from. Use a value above 0."
+            )
+        if self.num_iterations < 1:
+            raise ConfigError(f"num_iterations is {self.num_iterations}; each generation batch is used at least once.")
+        if self.logprob_chunk_size < 1:
+            raise ConfigError(f"logprob_chunk_size is {self.logprob_chunk_size}; it must be at least 1 token.")
+        self._check_sampling_correction()
+
+    def _check_sampling_correction(self) -> None:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
+            )
+        if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
+            raise ConfigError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} truncates at "
+                "vllm_importance_sampling_clip_min and _clip_max, but both are None. Set at least one."
+            )
+
+    def _check_unsupported(self) -> None:
+        if not self.use_vllm:
+            raise ConfigError("use_vllm=False is not supported: completions always come from in-process vLLM engines.")
+        if self.vllm_mode != "colocate":
+            raise ConfigError(
+                f"vllm_mode={self.vllm_mode!r} is not supported: engines live inside the training processes, there is "
+                "no server. Remove the setting and choose the number of engine GPUs with num_vllm_gpus."
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size=True would shrink the batch and cut groups of completions apart. Set "
+                "per_device_train_batch_size instead."
+            )
+        if self.deepspeed or self.fsdp:
+            raise ConfigError(
+                "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. Remove "
+                "the setting; ranks then train with DistributedDataParallel."
+            )
+
+    def _resolve_batches(self) -> None:
+        per_step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise ConfigError(
+                f"generation_batch_size={self.generation_batch_size} and "
+                f"steps_per_generation={self.steps_per_generation} both set the size of a generation batch. Set one."
+            )
+        sizes = f"per_device_train_batch_size={self.per_device_train_batch_size} x {self.world_size} rank(s)"
+        if self.generation_batch_size is not None:
+            if self.generation_batch_size < 1 or self.generation_batch_size % per_step:
+                raise ConfigError(
+                    f"generation_batch_size={self.generation_batch_size} must be a multiple of {sizes} = {per_step}."
+                )
+            self.steps_per_generation = self.generation_batch_size // per_step
+        if self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        if self.steps_per_generation < 1:
+            raise ConfigError(f"steps_per_generation is {self.steps_per_generation}; it must be at least 1.")
+        self.generation_batch_size = per_step * self.steps_per_generation
+        if self.generation_batch_size % self.num_generations:
+            valid = [g for g in range(2, self.generation_batch_size + 1) if self.generation_batch_size % g == 0]
+            raise ConfigError(
+                f"A generation batch holds {sizes} x steps_per_generation={self.steps_per_generation} = "
+                f"{self.generation_batch_size} completions, which is no multiple of "
+                f"num_generations={self.num_generations}, and groups must be whole. Change one of them; valid "
+                f"num_generations here: {', '.join(map(str, valid)) or 'none'}."
+            )
+        eval_rows = self.per_device_eval_batch_size * self.world_size
+        assert self.num_generations_eval is not None
+        if self.eval_strategy != IntervalStrategy.NO and eval_rows % self.num_generations_eval:
+            raise ConfigError(
+                f"per_device_eval_batch_size={self.per_device_eval_batch_size} x {self.world_size} rank(s) = {eval_rows} "
+                f"completions is no multiple of num_generations_eval={self.num_generations_eval}. Change one of them."
+            )
+
+    @property
+    def micro_batches_per_rollout(self) -> int:
+        """Micro-batches trained between two rollouts: steps_per_generation x num_iterations."""
+        assert self.steps_per_generation is not None
+        return self.steps_per_generation * self.num_iterations

@@ -1,0 +1,38 @@
+"""Loading a data set named on the command line: a local file, a saved folder, or a name on the hub."""
+
+from pathlib import Path
+
+import datasets
+
+from colocate_rl.errors import DataError
+
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Local files that are read, by suffix."""
+
+
+def load_rows(name: str, split: str, config: str | None = None) -> datasets.Dataset:
+    """Loads one split.
+
+    Args:
+        name: file (JSON, JSONL, Parquet, CSV), folder made by ``save_to_disk``, folder of data files, or hub name.
+        split: used where there are several; a single file has only one.
+        config: configuration name of a hub data set.
+
+    Raises:
+        DataError: when it cannot be read, or has no such split.
+    """
+    path = Path(name).expanduser()
+    try:
+        if path.suffix in FILE_FORMATS and path.is_file():
+            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(name, config)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"Data set {name!r} could not be read: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise DataError(f"Data set {name!r} has no split {split!r}; it has {', '.join(loaded)}. Name one of them.")
+        return loaded[split]
+    return loaded

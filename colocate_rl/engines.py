@@ -1,0 +1,199 @@
+"""From the configuration to the engine of this rank: who hosts what, and how each engine is built."""
+
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from colocate_rl.collectives import Collectives
+from colocate_rl.config import GRPOConfig
+from colocate_rl.engine.protocol import Engine
+from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+from colocate_rl.errors import ConfigError, PlacementError
+from colocate_rl.placement import Placement, Shard, split_evenly
+
+logger = logging.getLogger(__name__)
+
+DEDICATED_MEMORY_SHARE = 0.9
+"""Share of an engine's own device that vLLM may use when the user names none."""
+
+
+def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Placement:
+    """The placement of this node.
+
+    Args:
+        args: the run's configuration.
+        num_ranks: training ranks on this node.
+        num_nodes: machines of the launch.
+
+    Raises:
+        PlacementError: when ranks, engines and devices do not fit together.
+    """
+    if num_nodes > 1:
+        raise PlacementError(
+            f"This launch spans {num_nodes} machines; engines are reached inside one machine only. Launch on one."
+        )
+    devices = args.vllm_devices
+    assert not isinstance(devices, str)
+    if args.device.type != "cuda":
+        return Placement.on_cpu(
+            num_ranks=num_ranks,
+            num_engines=args.num_vllm_gpus,
+            num_cores=len(available_cores()),
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            devices=devices,
+        )
+    placement = Placement.on_gpus(
+        num_ranks=num_ranks,
+        num_engines=args.num_vllm_gpus,
+        num_devices=torch.cuda.device_count(),
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        devices=devices,
+    )
+    if placement.shared_devices:
+        shared = ", ".join(map(str, placement.shared_devices))
+        if args.vllm_gpu_memory_utilization is None:
+            raise PlacementError(
+                f"vllm_devices puts an engine on GPU {shared}, which also trains, so its memory must be shared out: set "
+                "vllm_gpu_memory_utilization (for instance 0.3)."
+            )
+        logger.warning(
+            "GPU %s trains and generates; the engine there may use %.0f %% of its memory.",
+            shared,
+            100 * args.vllm_gpu_memory_utilization,
+        )
+    return placement
+
+
+def available_cores() -> list[int]:
+    """Numbers of the CPU cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def num_nodes() -> int:
+    """Machines of the launch, from the launcher's variables."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // local) if local else 1
+
+
+def engine_dtype(args: GRPOConfig, policy_dtype: torch.dtype) -> str:
+    """The engine's number type: the asked one, else the one the policy computes in."""
+    if args.vllm_dtype is not None:
+        known = ("float32", "bfloat16", "float16")
+        if args.vllm_dtype not in known:
+            raise ConfigError(f"vllm_dtype={args.vllm_dtype!r} is unknown. Use one of: {', '.join(known)}.")
+        return args.vllm_dtype
+    if args.bf16:
+        return "bfloat16"
+    return "float16" if args.fp16 else str(policy_dtype).removeprefix("torch.")
+
+
+def engine_seed(run_seed: int, engine: int, step: int) -> int:
+    """A seed that differs by run, engine and starting step, so that no two streams of samples repeat."""
+    return zlib.crc32(f"{run_seed}/{engine}/{step}".encode()) % 2**31
+
+
+def checkpoint_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Size]:
+    """Name and shape of every parameter a model of this configuration has (a tied head is its embedding)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def build_engine(
+    args: GRPOConfig,
+    placement: Placement,
+    collectives: Collectives,
+    config: PretrainedConfig,
+    policy_dtype: torch.dtype,
+    window: int | None,
+) -> Engine | None:
+    """Builds the engine (or shard) that this rank hosts; every rank must call it.
+
+    Args:
+        args: the run's configuration.
+        placement: who hosts what.
+        collectives: of the training ranks.
+        config: of the policy.
+        policy_dtype: of the policy's parameters.
+        window: context window in tokens, or None for the model's own.
+
+    Returns:
+        The engine, or None on a rank without one.
+    """
+    shard = placement.shard_of(collectives.rank)
+    port = _free_port() if shard is not None and shard.index == 0 else None
+    ports = collectives.gather_objects(port)
+    engine: Engine | None = None
+    with collectives.failing_together("building engines"):
+        if shard is not None:
+            spec = _engine_spec(args, placement, shard, config, policy_dtype, window, ports)
+            engine = VllmEngine(spec)
+    return engine
+
+
+def _engine_spec(
+    args: GRPOConfig,
+    placement: Placement,
+    shard: Shard,
+    config: PretrainedConfig,
+    policy_dtype: torch.dtype,
+    window: int | None,
+    ports: Sequence[int | None],
+) -> EngineSpec:
+    on_gpu = args.device.type == "cuda"
+    return EngineSpec(
+        model_config=config,
+        checkpoint=checkpoint_shapes(config, args.trust_remote_code),
+        dtype=engine_dtype(args, policy_dtype),
+        device=shard.device if on_gpu else None,
+        seed=engine_seed(args.seed, shard.engine, 0),
+        max_model_length=window,
+        max_num_seqs=args.vllm_max_num_seqs or _default_num_seqs(args, placement),
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization or DEDICATED_MEMORY_SHARE,
+        enforce_eager=args.vllm_enforce_eager if args.vllm_enforce_eager is not None else not on_gpu,
+        cpu_cores=None if on_gpu else _cores_of(placement, shard),
+        tensor_parallel_size=placement.tensor_parallel_size,
+        shard=shard.index,
+        shard_devices=tuple(
+            s.device for s in placement.shards if s.engine == shard.engine and s.device is not None
+        ),
+        port=ports[placement.host_of(shard.engine)],
+        extra=_json_dict(args.vllm_engine_kwargs),
+    )
+
+
+def _default_num_seqs(args: GRPOConfig, placement: Placement) -> int:
+    """An engine's share of the generation batch, at most 1024."""
+    assert args.generation_batch_size is not None
+    prompts = args.generation_batch_size // args.num_generations
+    share = max(len(span) for span in split_evenly(prompts, placement.num_engines)) * args.num_generations
+    return max(1, min(share, 1024))
+
+
+def _cores_of(placement: Placement, shard: Shard) -> str | None:
+    """The cores an engine on CPU binds to: the one the user named, else its host's even share of the machine's."""
+    cores = available_cores()
+    if shard.device is not None:
+        return str(cores[shard.device])
+    if placement.num_ranks > len(cores):
+        return None  # ranks share cores: leave the scheduling to the system
+    share = split_evenly(len(cores), placement.num_ranks)[shard.local_rank]
+    return ",".join(str(cores[position]) for position in share)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _json_dict(value: Mapping[str, object] | str | None) -> dict[str, object]:
+    assert not isinstance(value, str), value  # parsed by GRPOConfig
+    return dict(value or {})

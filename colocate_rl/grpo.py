@@ -1,0 +1,190 @@
+"""Command line: ``accelerate launch --num_processes N-K -m colocate_rl.grpo --num-vllm-gpus K ...``.
+
+Nothing heavy is imported until the arguments are parsed and everything that can be checked cheaply is checked.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
+from colocate_rl.options import SECTIONS, option_fields
+
+if TYPE_CHECKING:
+    from colocate_rl.config import GRPOConfig
+
+DESCRIPTION = """\
+Train a language model with GRPO. K vLLM engines generate inside K of the training processes, on GPUs of their own:
+N GPUs, N-K processes, one launch.
+
+  accelerate launch --num_processes 6 -m colocate_rl.grpo --num-vllm-gpus 2 \\
+      --model Qwen/Qwen2.5-1.5B-Instruct --dataset problems.jsonl --reward-funcs rewards:correct
+"""
+EPILOG = """\
+Every transformers.TrainingArguments setting (--max_steps, --save_steps, --report_to, ...) is accepted too. Flags may be
+written with dashes or underscores. Lists are separated by blanks, dictionaries are JSON.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the script itself: what to train on what, for which reward."""
+    parser = argparse.ArgumentParser(
+        prog="colocate_rl.grpo",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("What to train")
+    add = group.add_argument
+    add("-h", "--help", action="store_true", help="Show this text and exit.")
+    add("--model", "--model_name_or_path", metavar="NAME", help="Folder or hub name of a causal language model.")
+    add("--dataset", "--dataset_name", metavar="NAME", help="JSON, JSONL, Parquet or CSV file, saved folder, or hub name.")
+    add("--dataset_config", metavar="NAME", help="Configuration of a hub data set.")
+    add("--dataset_train_split", metavar="NAME", default="train", help="Split to train on (default: train).")
+    add("--eval_dataset", metavar="NAME", help="Like --dataset, to evaluate on.")
+    add("--dataset_test_split", metavar="NAME", default="test", help="Split to evaluate on (default: test).")
+    add(
+        "--reward_funcs",
+        metavar="PATH",
+        nargs="+",
+        help="Reward functions as package.module:function; the working directory is searched.",
+    )
+    add("--dtype", metavar="TYPE", help="Number type of the policy's weights (default: float32).")
+    add("--attn_implementation", metavar="NAME", help="Attention implementation of the policy.")
+    add("--live_table", action="store_true", help="Print one row per log instead of a progress bar.")
+    return parser
+
+
+def help_text() -> str:
+    """The whole help, made without torch or transformers."""
+    parser = build_parser()
+    group: Any = parser
+    for item in option_fields():
+        if item.name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[item.name])
+        text = item.metadata["help"].replace("%", "%%") + f" (default: {item.default})"
+        group.add_argument(f"--{item.name}", metavar="X", help=text)
+    return parser.format_help()
+
+
+def normalise_flags(arguments: Sequence[str]) -> list[str]:
+    """Writes every long flag with underscores; values are left alone."""
+    out = []
+    for word in arguments:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            word = "--" + flag[2:].replace("-", "_") + equals + value
+        out.append(word)
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; exits with status 1 and one message when something cannot work."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser()
+    script, rest = parser.parse_known_args(normalise_flags(given))
+    if script.help:
+        print(help_text())
+        return
+    try:
+        _check_cheaply(script)
+        from colocate_rl.launch import ensure_ranks
+
+        ensure_ranks("colocate_rl.grpo", given)
+        _train(script, rest)
+    except (ConfigError, DataError) as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 or _shown_by_one_rank(error):
+            print(f"colocate_rl: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except PeerError:
+        raise SystemExit(1) from None
+
+
+def _shown_by_one_rank(error: ColocateError) -> bool:
+    """True for an error that the ranks agreed to let only this rank raise."""
+    return bool(getattr(error, "only_here", False))
+
+
+def _check_cheaply(script: argparse.Namespace) -> None:
+    for name in ("model", "dataset", "reward_funcs"):
+        if not getattr(script, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is missing. See --help for all of them.")
+    _check_local(script.model, "Model folder", "--model")
+    for flag in ("dataset", "eval_dataset"):
+        if getattr(script, flag):
+            _check_local(getattr(script, flag), "Data set", "--" + flag.replace("_", "-"))
+
+
+def _check_local(name: str, what: str, flag: str) -> None:
+    """Refuses a name that can only be a local path when nothing is there."""
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or path.suffix in (".json", ".jsonl", ".parquet", ".csv")
+    if is_path and not path.exists():
+        raise ConfigError(f"{what} {name!r} does not exist. Check {flag}.")
+
+
+def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
+    from colocate_rl.rollout.rewards import resolve_reward
+
+    rewards = [resolve_reward(path) for path in script.reward_funcs]
+    args = _parse_config(script, rest)
+    from colocate_rl.collectives import Collectives
+    from colocate_rl.data import load_rows
+    from colocate_rl.trainer import GRPOTrainer
+
+    with Collectives(args.device).failing_together("reading the data sets"):
+        train = load_rows(script.dataset, script.dataset_train_split, script.dataset_config)
+        evaluation = None
+        if script.eval_dataset:
+            evaluation = load_rows(script.eval_dataset, script.dataset_test_split, script.dataset_config)
+        elif args.do_eval:
+            evaluation = load_rows(script.dataset, script.dataset_test_split, script.dataset_config)
+    callbacks: list[Any] = []
+    if script.live_table:
+        from colocate_rl.report import LiveTable
+
+        args.disable_tqdm = True
+        callbacks.append(LiveTable())
+    trainer = GRPOTrainer(script.model, rewards, args, train, evaluation, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    trainer.close()
+
+
+def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfig":
+    from transformers import HfArgumentParser
+
+    from colocate_rl.config import GRPOConfig
+
+    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)  # type: ignore[arg-type]
+    names = {option for action in parser._actions for option in action.option_strings}
+    unknown = [word.partition("=")[0] for word in rest if word.startswith("--") and word.partition("=")[0] not in names]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"There is no setting {unknown[0]}.{hint} See --help.")
+    words = list(rest)
+    if "--output_dir" not in {word.partition("=")[0] for word in words}:
+        words += ["--output_dir", f"{Path(script.model).name}-GRPO"]
+    try:
+        args: GRPOConfig = parser.parse_args_into_dataclasses(args=words)[0]
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"A setting that takes a dictionary is no valid JSON: {error}") from None
+    assert not isinstance(args.model_init_kwargs, str)
+    chosen = {"dtype": script.dtype, "attn_implementation": script.attn_implementation}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if given:
+        args.model_init_kwargs = {**(args.model_init_kwargs or {}), **given}
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Figures on their way to a log: sums kept on their device, joined over ranks once per log, and clocks for phases."""
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+
+from colocate_rl.collectives import Collectives
+
+
+class MetricBuffer:
+    """Collects figures between two logs.
+
+    A *mean* is a number that every rank knows alike or that each rank adds its own of; a *share* is a numerator over a
+    denominator, both summed over ranks and time (token means); an *extreme* is a largest or smallest value.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._largest: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._latest: dict[str, float] = {}
+        self._totals: dict[str, float] = defaultdict(float)
+
+    def mean(self, name: str, value: float | torch.Tensor) -> None:
+        """Adds one value to the mean ``name``; NaN is skipped."""
+        number = torch.as_tensor(value, dtype=torch.float64).detach()
+        known = ~number.isnan()
+        self._shares[name].append(torch.stack([number.nan_to_num(nan=0.0), known.to(torch.float64)]))
+
+    def share(self, name: str, numerator: torch.Tensor, denominator: torch.Tensor) -> None:
+        """Adds to numerator and denominator of ``name``, without waiting for the device."""
+        pair = torch.stack([numerator.detach().to(torch.float64), denominator.detach().to(torch.float64)])
+        self._shares[name].append(pair)
+
+    def largest(self, name: str, value: torch.Tensor) -> None:
+        """Offers a value for the maximum ``name``; NaN is skipped."""
+        self._largest[name].append(value.detach().to(torch.float64).nan_to_num(nan=-math.inf))
+
+    def smallest(self, name: str, value: torch.Tensor) -> None:
+        """Offers a value for the minimum ``name``; NaN is skipped."""
+        self.largest(f"-{name}", -value)
+
+    def total(self, name: str, value: float) -> None:
+        """Adds to the sum ``name`` over the logging window, which every rank knows alike."""
+        self._totals[name] += value
+
+    def latest(self, name: str, value: float) -> None:
+        """Sets ``name``, which every rank knows alike, to its newest value."""
+        self._latest[name] = value
+
+    def flush(self, collectives: Collectives) -> dict[str, float | None]:
+        """Joins all ranks' figures (every rank must call it) and starts afresh.
+
+        Returns:
+            One value per name; None where there is nothing to average.
+        """
+        result: dict[str, float | None] = {**self._latest, **self._totals}
+        names = collectives.gather_objects((list(self._shares), list(self._largest)))
+        share_names = sorted({name for shares, _ in names for name in shares})
+        largest_names = sorted({name for _, largest in names for name in largest})
+        if share_names:
+            nothing = [torch.zeros(2, dtype=torch.float64)]
+            mine = [torch.stack(self._shares.get(name, nothing)).sum(0).cpu() for name in share_names]
+            for name, (numerator, denominator) in zip(
+                share_names, collectives.sum(torch.stack(mine)).tolist(), strict=True
+            ):
+                result[name] = numerator / denominator if denominator else None
+        if largest_names:
+            nothing = [torch.tensor(-math.inf, dtype=torch.float64)]
+            mine = [torch.stack(self._largest.get(name, nothing)).max().cpu() for name in largest_names]
+            for name, top in zip(largest_names, collectives.max(torch.stack(mine)).tolist(), strict=True):
+                value = None if math.isinf(top) else top
+                result[name.removeprefix("-")] = -value if value is not None and name.startswith("-") else value
+        self._shares.clear()
+        self._largest.clear()
+        self._latest.clear()
+        self._totals.clear()
+        return result
+
+
+class PhaseClock:
+    """Seconds spent in named phases since the last :meth:`lap`.
+
+    Args:
+        synchronize: waits for the device, so that its pending work is charged to the phase that queued it.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a ``with`` block."""
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._seconds[name] += time.perf_counter() - start
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """Seconds since the last lap, and how many of them each phase took; then starts the next lap."""
+        self._synchronize()
+        now = time.perf_counter()
+        total, phases = now - self._start, dict(self._seconds)
+        self._seconds.clear()
+        self._start = now
+        return total, phases
+
+    def restart(self) -> None:
+        """Starts a lap without reporting the last one."""
+        self._seconds.clear()
+        self._start = time.perf_counter()

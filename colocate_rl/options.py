@@ -1,0 +1,185 @@
+"""Every setting this package adds to or changes in ``transformers.TrainingArguments``, as a plain dataclass.
+
+It imports nothing heavy, so that ``--help`` answers at once; :mod:`colocate_rl.config` joins it with
+``TrainingArguments`` and checks it. Names are TRL's wherever the meaning is TRL's.
+"""
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+ImportanceSamplingLevel = Literal["token", "sequence"]
+ScaleRewards = Literal["group", "batch", "none"]
+SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+OldLogprobs = Literal["policy", "sampling"]
+
+SUPPORTED_VLLM = ("0.24", "0.33")
+"""Half-open range of vLLM versions this package is tested with (both ends)."""
+
+
+def choices(literal: Any) -> tuple[str, ...]:
+    """The values of a ``Literal``, for messages and tables."""
+    return tuple(str(value) for value in get_args(literal))
+
+
+SECTIONS = {
+    "num_vllm_gpus": "Engines",
+    "model_init_kwargs": "Model and data",
+    "num_generations": "Generation",
+    "beta": "Loss",
+    "log_completions": "Logging, and TrainingArguments with another default",
+}
+"""Heading of the help text that starts with a field."""
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class GRPOOptions:
+    """The settings of :class:`colocate_rl.GRPOConfig` that are not plain ``TrainingArguments``.
+
+    Each field documents itself (unit, meaning of None) in its ``help`` metadata, which is also the text of ``--help``.
+    """
+
+    # Engines
+    num_vllm_gpus: int = _setting(
+        1,
+        "K, the number of vLLM engines. Engine e lives inside training rank e (times the tensor-parallel size) and runs on "
+        "the GPUs after the training ranks.",
+    )
+    vllm_devices: list[int] | str | None = _setting(
+        None,
+        "Logical device number of each engine shard, as in '2,3' (on CPU: core numbers). None: the devices after the "
+        "training ranks. Naming a training device needs vllm_gpu_memory_utilization too.",
+    )
+    vllm_tensor_parallel_size: int = _setting(
+        1, "t, shards per engine. Neighbouring ranks hold the shards of one in-process engine; no worker processes."
+    )
+    vllm_gpu_memory_utilization: float | None = _setting(
+        None,
+        "Share (0 to 1) of each engine device's memory that weights and KV cache may use. None: 0.9 on a device of its "
+        "own. On CPU the KV cache has 1 GiB per engine (environment variable VLLM_CPU_KVCACHE_SPACE changes it).",
+    )
+    vllm_max_model_length: int | None = _setting(
+        None,
+        "Context window of the engines in tokens, prompt plus completion. None: the model's own. A prompt that leaves no "
+        "room for one new token is refused before training; one that leaves less than max_completion_length tokens is "
+        "completed up to the window and counts as truncated.",
+    )
+    vllm_max_num_seqs: int | None = _setting(
+        None, "Most completions an engine decodes at once. None: an engine's share of the generation batch, at most 1024."
+    )
+    vllm_dtype: str | None = _setting(
+        None, "Number type of the engine's weights (float32, bfloat16, float16). None: the type the policy computes in."
+    )
+    vllm_enforce_eager: bool | None = _setting(
+        None, "True: no CUDA graphs and no compilation in the engine. None: True on CPU, False on GPU."
+    )
+    vllm_per_request_seeds: bool = _setting(
+        False,
+        "True: every completion has a seed of its own (run seed, rollout, prompt, copy), so that the completions do not "
+        "depend on the number of engines. Slower on GPU.",
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = _setting(
+        None, "Further arguments of vllm.LLM (JSON on the command line). They win over what this package sets."
+    )
+    vllm_logprob_gap_limit: float | None = _setting(
+        None,
+        "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. None: "
+        "0.01 when both compute in float32, else 0.2. 0 switches the check off.",
+    )
+    use_vllm: bool = _setting(True, "Kept for TRL scripts. Only True works here: generation is always by the engines.")
+    vllm_mode: str = _setting("colocate", "Kept for TRL scripts. Only 'colocate' (in-process engines) exists here.")
+
+    # Model and data
+    model_init_kwargs: dict[str, Any] | str | None = _setting(
+        None, "Keyword arguments of from_pretrained when the model is given as a string (JSON on the command line)."
+    )
+    trust_remote_code: bool = _setting(False, "Allow code from the model's folder or hub repository to run.")
+    disable_dropout: bool = _setting(False, "Set every dropout of the policy and the reference to 0.")
+    remove_unused_columns: bool = _setting(
+        False, "True: pass only the prompt to the reward functions. False: pass every other column too."
+    )
+    shuffle_dataset: bool = _setting(True, "Permute the prompts in each epoch (by data_seed, else seed).")
+    chat_template_kwargs: dict[str, Any] | str | None = _setting(
+        None, "Keyword arguments of apply_chat_template for conversational prompts (JSON on the command line)."
+    )
+
+    # Generation
+    num_generations: int = _setting(8, "G, completions per prompt (a group); at least 2.")
+    num_generations_eval: int | None = _setting(None, "Completions per prompt in evaluation. None: num_generations.")
+    max_completion_length: int = _setting(512, "Most new tokens per completion.")
+    generation_batch_size: int | None = _setting(
+        None,
+        "Completions per generation batch over all ranks; excludes steps_per_generation. None: "
+        "per_device_train_batch_size x ranks x steps_per_generation.",
+    )
+    steps_per_generation: int | None = _setting(
+        None, "Micro-batches served by one generation batch. None: gradient_accumulation_steps."
+    )
+    temperature: float = _setting(1.0, "Sampling temperature; also divides the policy's logits.")
+    top_p: float = _setting(1.0, "Nucleus sampling threshold; 1.0 is off.")
+    top_k: int = _setting(0, "Sample among the k likeliest tokens; 0 is off.")
+    min_p: float | None = _setting(None, "Least probability relative to the likeliest token; None is off.")
+    repetition_penalty: float = _setting(1.0, "Values above 1.0 make repeated tokens less likely.")
+    generation_kwargs: dict[str, Any] | str | None = _setting(
+        None, "Further vLLM SamplingParams keys (JSON on the command line); they win over the settings above."
+    )
+
+    # Loss
+    beta: float = _setting(0.0, "Weight of the KL term. 0: no reference model is loaded.")
+    num_iterations: int = _setting(1, "Passes over each generation batch (mu).")
+    epsilon: float = _setting(0.2, "Lower clip range of the probability ratio.")
+    epsilon_high: float | None = _setting(None, "Upper clip range of the probability ratio. None: epsilon.")
+    delta: float | None = _setting(None, "Upper bound of the unclipped ratio (two-sided clipping). None: no bound.")
+    importance_sampling_level: str = _setting("token", "Level of the probability ratio: " + ", ".join(choices(ImportanceSamplingLevel)) + ".")
+    loss_type: str = _setting("dapo", "How token losses are averaged: " + ", ".join(choices(LossType)) + ".")
+    scale_rewards: str = _setting(
+        "group", "Standard deviation that divides advantages: group (True means this too), batch, none (False)."
+    )
+    reward_weights: list[float] | None = _setting(None, "One weight per reward function. None: all 1.0.")
+    mask_truncated_completions: bool = _setting(False, "Leave completions that hit a length limit out of the loss.")
+    use_bias_correction_kl: bool = _setting(True, "Multiply the KL term by the probability ratio.")
+    old_logprobs: str = _setting(
+        "policy",
+        "Whose log-probabilities are the 'old' ones of the ratio. policy: the policy's at rollout time (no extra pass "
+        "where they equal the live ones). sampling: the engine's stand in, which never needs a pass.",
+    )
+    vllm_importance_sampling_correction: bool = _setting(
+        True, "Weight the loss by policy/engine probability, to correct for the engine's other numerics."
+    )
+    vllm_importance_sampling_mode: str = _setting(
+        "sequence_mask", "One of " + ", ".join(choices(SamplingCorrectionMode)) + "."
+    )
+    vllm_importance_sampling_clip_max: float | None = _setting(3.0, "Upper bound of the correction weight.")
+    vllm_importance_sampling_clip_min: float | None = _setting(None, "Lower bound of the correction weight.")
+    logprob_chunk_size: int = _setting(
+        1024, "Tokens whose logits exist at the same time while log-probabilities are computed (memory against speed)."
+    )
+
+    # Logging and changed defaults of TrainingArguments
+    log_completions: bool = _setting(False, "Print a table of completions at each log and keep all of them as parquet.")
+    num_completions_to_print: int | None = _setting(None, "Rows of that table (random sample). None: all; 0: none.")
+    log_unique_prompts: bool = _setting(False, "Keep only the first completion of each prompt in that table.")
+    learning_rate: float = _setting(1e-6, "Initial learning rate of AdamW.")
+    logging_steps: float = _setting(10, "Optimizer steps between two logs (a share of all steps when below 1).")
+    gradient_checkpointing: bool | None = _setting(
+        None, "Recompute activations in the backward pass. None: only on a GPU whose memory the activations would fill."
+    )
+    bf16: bool | None = _setting(None, "Compute in bfloat16. None: True where there is a GPU that can and fp16 is off.")
+
+
+JSON_OPTIONS = (
+    "model_init_kwargs",
+    "chat_template_kwargs",
+    "generation_kwargs",
+    "vllm_engine_kwargs",
+)
+"""Settings that the command line takes as JSON."""
+
+
+def option_fields() -> tuple[Field[Any], ...]:
+    """The fields of :class:`GRPOOptions`, in the order of the help text."""
+    return fields(GRPOOptions)

@@ -1,0 +1,1 @@
+"""From rows of a data set to a batch ready for the loss: sampling order, generation, rewards, advantages."""

@@ -1,0 +1,223 @@
+"""One rollout from rows of the data set to a batch ready for the loss: encode, generate, score, compare within groups."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from colocate_rl.collectives import Collectives
+from colocate_rl.engine.protocol import Completion, SamplingSpec
+from colocate_rl.metrics import MetricBuffer, PhaseClock
+from colocate_rl.rollout.advantages import ScoredGroups, group_advantages, weighted_sum
+from colocate_rl.rollout.generate import Generator
+from colocate_rl.rollout.prompts import PromptCodec
+from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
+from colocate_rl.rollout.rewards import Rewards
+from colocate_rl.rollout.sampler import PROMPT_INDEX
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What stays the same for every rollout of a run."""
+
+    sampling: SamplingSpec
+    pad_token_id: int
+    scale_rewards: str = "group"
+    mask_truncated_completions: bool = False
+    pass_columns: bool = True
+    """Give every column but the prompt to the reward functions."""
+
+
+@dataclass(slots=True)
+class Scored:
+    """This rank's rows of one rollout; one entry per row in each list."""
+
+    rows: list[Row]
+    prompt_ids: list[tuple[int, ...]]
+    completions: list[Completion]
+    texts: list[Any]
+    """What reward functions saw: strings, or lists of messages."""
+    rewards: torch.Tensor
+    """float32 [n, F], NaN for None."""
+    advantages: torch.Tensor
+    """float32 [n]."""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns that reward functions added with ``log_extra``."""
+
+
+class Rollout:
+    """Collects rollouts for this rank; all ranks call :meth:`collect` together.
+
+    Args:
+        codec: prompts to ids and ids to text.
+        generator: reaches all engines.
+        rewards: the reward functions.
+        collectives: of the training ranks.
+        settings: see :class:`RolloutSettings`.
+        clock: charges the phases "generate" and "score".
+    """
+
+    def __init__(
+        self,
+        codec: PromptCodec,
+        generator: Generator,
+        rewards: Rewards,
+        collectives: Collectives,
+        settings: RolloutSettings,
+        clock: PhaseClock,
+    ) -> None:
+        self.codec = codec
+        self.rewards = rewards
+        self.settings = settings
+        self._generator = generator
+        self._collectives = collectives
+        self._clock = clock
+
+    def collect(
+        self, rows: Sequence[Row], metrics: MetricBuffer, *, trainer_state: Any, seed: int | None
+    ) -> tuple[Scored, RolloutBatch, list[EngineStats]]:
+        """Generates one completion per row and scores it against the others of its group.
+
+        Args:
+            rows: this rank's rows; rows with the same prompt index, on any rank, form a group. May be empty.
+            metrics: receives the figures of the rollout.
+            trainer_state: handed to the reward functions.
+            seed: see :meth:`colocate_rl.rollout.generate.Generator.generate`.
+
+        Returns:
+            The scored rows, the padded batch (on the CPU, rows in order), and what each engine did.
+        """
+        with self._collectives.failing_together("encoding prompts"):
+            prompts = self._encode(rows)
+        with self._clock.phase("generate"):
+            answers, stats = self._generator.generate(prompts, self.settings.sampling, seed)
+        by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(prompts, answers, strict=True)}
+        prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in rows]
+        completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in rows]
+        with self._clock.phase("score"):
+            scored = self._score(list(rows), prompt_ids, completions, metrics, trainer_state)
+        batch = RolloutBatch.from_rows(
+            prompt_ids,
+            completions,
+            scored.advantages,
+            keep=[not (self.settings.mask_truncated_completions and c.finish_reason != "stop") for c in completions],
+            pad_token_id=self.settings.pad_token_id,
+        )
+        return scored, batch, stats
+
+    def _encode(self, rows: Sequence[Row]) -> list[Prompt]:
+        """This rank's distinct prompts, each tokenised once."""
+        copies: dict[int, int] = {}
+        first: dict[int, Row] = {}
+        for row in rows:
+            index = row[PROMPT_INDEX]
+            copies[index] = copies.get(index, 0) + 1
+            first.setdefault(index, row)
+        return [Prompt(index, self.codec.encode(first[index]["prompt"]), count) for index, count in copies.items()]
+
+    def _score(
+        self,
+        rows: list[Row],
+        prompt_ids: list[tuple[int, ...]],
+        completions: list[Completion],
+        metrics: MetricBuffer,
+        trainer_state: Any,
+    ) -> Scored:
+        extras: dict[str, list[Any]] = {}
+        with self._collectives.failing_together("scoring completions"):
+            texts = [
+                self.codec.decode(row["prompt"], completion.token_ids)
+                for row, completion in zip(rows, completions, strict=True)
+            ]
+            rewards = self.rewards.score(
+                [row["prompt"] for row in rows],
+                texts,
+                [list(completion.token_ids) for completion in completions],
+                self._columns(rows),
+                trainer_state=trainer_state,
+                log_extra=_extra_logger(extras, len(rows)),
+                log_metric=metrics.mean,
+            )
+        advantages = self._compare(rows, prompt_ids, completions, rewards, metrics)
+        return Scored(rows, prompt_ids, completions, texts, rewards, advantages, extras)
+
+    def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
+        if not self.settings.pass_columns or not rows:
+            return {}
+        names = [name for name in rows[0] if name not in ("prompt", PROMPT_INDEX, "completion", "completion_ids")]
+        return {name: [row[name] for row in rows] for name in names}
+
+    def _compare(
+        self,
+        rows: Sequence[Row],
+        prompt_ids: Sequence[tuple[int, ...]],
+        completions: Sequence[Completion],
+        rewards: torch.Tensor,
+        metrics: MetricBuffer,
+    ) -> torch.Tensor:
+        """Advantages of this rank's rows, from all ranks' rewards; and the figures made of them."""
+        facts = torch.tensor(
+            [
+                [row[PROMPT_INDEX], len(ids), len(completion.token_ids), completion.finish_reason == "stop"]
+                for row, ids, completion in zip(rows, prompt_ids, completions, strict=True)
+            ],
+            dtype=torch.float64,
+        ).view(-1, 4)
+        parts = self._collectives.gather_ragged(torch.cat([facts, rewards.to(torch.float64)], dim=1))
+        table = torch.cat(parts)
+        columns = group_positions(table[:, 0].long().tolist())
+        all_rewards = table[:, 4:].float()
+        totals = weighted_sum(all_rewards, self.rewards.weights)
+        groups = group_advantages(totals[columns], self.settings.scale_rewards)
+        advantages = torch.zeros(len(table))
+        advantages[columns.view(-1)] = groups.advantages.view(-1)
+        _log_lengths(metrics, table[:, 1], table[:, 2], table[:, 3].bool())
+        _log_rewards(metrics, self.rewards.names, all_rewards, groups)
+        start = sum(len(part) for part in parts[: self._collectives.rank])
+        return advantages[start : start + len(rows)]
+
+
+def group_positions(indices: Sequence[int]) -> torch.Tensor:
+    """Where the members of each group stand: int64 [P, G] positions in ``indices``, groups in order of appearance."""
+    positions: dict[int, list[int]] = {}
+    for position, index in enumerate(indices):
+        positions.setdefault(index, []).append(position)
+    sizes = {len(members) for members in positions.values()}
+    assert len(sizes) == 1, f"groups of different sizes {sizes} in one generation batch"
+    return torch.tensor(list(positions.values()), dtype=torch.int64)
+
+
+def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str, Sequence[Any]], None]:
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != expected:
+            raise ValueError(f"log_extra({column!r}) got {len(values)} value(s) for {expected} completions.")
+        extras[column] = list(values)
+
+    return log_extra
+
+
+def _log_lengths(
+    metrics: MetricBuffer, prompt_lengths: torch.Tensor, lengths: torch.Tensor, terminated: torch.Tensor
+) -> None:
+    ended = lengths[terminated] if bool(terminated.any()) else torch.zeros(1, dtype=torch.float64)
+    for name, values in (("length", lengths), ("terminated_length", ended)):
+        metrics.mean(f"completions/mean_{name}", values.mean())
+        metrics.mean(f"completions/min_{name}", values.min())
+        metrics.mean(f"completions/max_{name}", values.max())
+    metrics.mean("completions/clipped_ratio", (~terminated).double().mean())
+    metrics.mean("prompts/mean_length", prompt_lengths.mean())
+
+
+def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Tensor, groups: ScoredGroups) -> None:
+    for name, column in zip(names, rewards.unbind(-1), strict=True):
+        known = column[~column.isnan()]
+        metrics.mean(f"rewards/{name}/mean", known.mean() if len(known) else torch.tensor(torch.nan))
+        metrics.mean(f"rewards/{name}/std", known.std() if len(known) > 1 else torch.tensor(0.0))
+    totals = groups.rewards[~groups.rewards.isnan()]
+    metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan))
+    metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0))
+    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean())
+

@@ -1,0 +1,63 @@
+"""From the configuration to the settings of each room, so that no room reads the whole configuration."""
+
+import torch
+
+from colocate_rl import engines
+from colocate_rl.config import GRPOConfig
+from colocate_rl.engine.protocol import SamplingSpec
+from colocate_rl.rollout.collect import RolloutSettings
+from colocate_rl.training.losses import LossSettings
+
+EXACT_GAP_LIMIT = 0.01
+"""Accepted mean log-probability gap on the probe, in nats, when policy and engine both compute in float32."""
+ROUNDED_GAP_LIMIT = 0.2
+"""The same where either computes in 16 bits (about 0.02 is usual)."""
+
+
+def loss_settings(args: GRPOConfig) -> LossSettings:
+    """What the losses read."""
+    assert args.epsilon_high is not None
+    return LossSettings(
+        loss_type=args.loss_type,
+        importance_sampling_level=args.importance_sampling_level,
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        delta=args.delta,
+        beta=args.beta,
+        use_bias_correction_kl=args.use_bias_correction_kl,
+        max_completion_length=args.max_completion_length,
+        correction=args.vllm_importance_sampling_correction and args.old_logprobs == "policy",
+        correction_mode=args.vllm_importance_sampling_mode,
+        correction_clip_max=args.vllm_importance_sampling_clip_max,
+        correction_clip_min=args.vllm_importance_sampling_clip_min,
+    )
+
+
+def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[int, ...]) -> RolloutSettings:
+    """What rollouts read."""
+    assert not isinstance(args.generation_kwargs, str)
+    sampling = SamplingSpec(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=end_token_ids,
+        extra=args.generation_kwargs or {},
+    )
+    return RolloutSettings(
+        sampling=sampling,
+        pad_token_id=pad_token_id,
+        scale_rewards=str(args.scale_rewards),
+        mask_truncated_completions=args.mask_truncated_completions,
+        pass_columns=not args.remove_unused_columns,
+    )
+
+
+def logprob_gap_limit(args: GRPOConfig, policy_dtype: torch.dtype) -> float:
+    """The accepted gap on the probe after the first weight sync, in nats."""
+    if args.vllm_logprob_gap_limit is not None:
+        return args.vllm_logprob_gap_limit
+    exact = engines.engine_dtype(args, policy_dtype) == "float32" and not (args.bf16 or args.fp16)
+    return EXACT_GAP_LIMIT if exact else ROUNDED_GAP_LIMIT

@@ -1,0 +1,482 @@
+"""`GRPOTrainer`: the order of things. What each thing does lives in the rooms below."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate.utils import set_seed
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.trainer_utils import EvalLoopOutput
+
+from colocate_rl import engines, preflight, settings
+from colocate_rl.collectives import Collectives
+from colocate_rl.completions import CompletionLog
+from colocate_rl.config import GRPOConfig
+from colocate_rl.errors import ConfigError
+from colocate_rl.metrics import MetricBuffer, PhaseClock
+from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.generate import Generator
+from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
+from colocate_rl.rollout.records import EngineStats, RolloutBatch
+from colocate_rl.rollout.rewards import RewardFunction
+from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
+from colocate_rl.sync import WeightSync
+from colocate_rl.training import policy as policies
+from colocate_rl.training.losses import LossSettings
+from colocate_rl.training.objective import Objective
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class GRPOTrainer(Trainer):
+    """Trains a language model with GRPO; K in-process vLLM engines generate the completions.
+
+    Constructor order and names are TRL's. Every rank of the launch must construct it.
+
+    Args:
+        model: folder or hub name of a causal language model (loaded in float32 unless ``model_init_kwargs`` says
+            otherwise), or the model itself.
+        reward_funcs: one callable or several; called with keywords ``prompts``, ``completions``, ``completion_ids``,
+            every further column, ``trainer_state``, ``log_extra``, ``log_metric``; each returns one float or None per
+            completion.
+        args: the configuration; None: ``GRPOConfig("<model name>-GRPO")``.
+        train_dataset: with a ``prompt`` column of strings or of message lists.
+        eval_dataset: the same, or several by name.
+        processing_class: the tokenizer; None: the model's own.
+        reward_processing_classes: not supported yet.
+        callbacks: as in ``Trainer``.
+        optimizers: as in ``Trainer``.
+        quantization_config: not supported yet.
+        peft_config: not supported yet.
+        tools: not supported yet.
+        rollout_func: not supported yet.
+        environment_factory: not supported yet.
+
+    Raises:
+        ColocateError: for anything that cannot work, before a model is loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: datasets.Dataset | None = None,
+        eval_dataset: preflight.EvalSets | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        args = args if args is not None else GRPOConfig(f"{Path(name).name}-GRPO")
+        _refuse(
+            reward_processing_classes=reward_processing_classes,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self.collectives = Collectives(args.device)
+        with self.collectives.failing_together("checking the run"):
+            checked = preflight.check_run(
+                args,
+                self.collectives,
+                model=model,
+                tokenizer=processing_class,
+                reward_funcs=reward_funcs,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+            )
+        self.placement = checked.placement
+        self.reward_funcs = checked.rewards.functions
+        self.reward_func_names = checked.rewards.names
+        self.reward_weights = checked.rewards.weights
+        set_seed(args.seed)
+        with self.collectives.failing_together("loading the model"):
+            policy, self.ref_model = _load_models(model, args)
+        self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
+        pad = policies.pad_token_id(checked.tokenizer)
+        policy.config.pad_token_id = pad
+        if policy.generation_config is not None:
+            policy.generation_config.pad_token_id = pad
+        super().__init__(
+            model=policy,
+            args=args,
+            data_collator=_as_list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,  # type: ignore[arg-type]
+            processing_class=checked.tokenizer,
+            callbacks=[_StepHooks(self), *(callbacks or [])],
+            optimizers=optimizers,
+        )
+        self.args: GRPOConfig
+        self.model_accepts_loss_kwargs = False  # compute_loss leaves the division by accumulation steps to Trainer
+        if self.ref_model is not None:
+            self.ref_model.to(args.device)
+        set_seed(args.seed, device_specific=True)
+        self._clock = PhaseClock(_synchronizer(args.device))
+        self._metrics = MetricBuffer()
+        self._objective = Objective(
+            settings=settings.loss_settings(args),
+            temperature=args.temperature,
+            chunk=args.logprob_chunk_size,
+            autocast=self.accelerator.autocast,
+        )
+        self._build_engines(checked)
+        self.completion_log = CompletionLog(args.generation_batch_size or 1, checked.rewards.names)
+        self._buffer: list[RolloutBatch] = []
+        self._micro_step = 0
+        self._rollouts_in_step = 0
+        self._step_of_last_rollout = -1
+        self._micro_steps_since_update = 0
+        self._tokens_per_micro_batch = 1.0
+        self._engine_seconds = [0.0] * self.placement.num_engines
+
+    def _build_engines(self, checked: preflight.Checked) -> None:
+        args, policy = self.args, self.accelerator.unwrap_model(self.model)
+        dtype = policies.model_dtype(policy)
+        self.engine = engines.build_engine(args, self.placement, self.collectives, checked.config, dtype, checked.window)
+        generator = Generator(
+            self.placement,
+            self.engine,
+            self.collectives,
+            lambda length, where: check_prompt_length(length, limit=checked.window, where=where),
+        )
+        assert not isinstance(args.chat_template_kwargs, str)
+        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs)
+        self.rollout = Rollout(
+            codec,
+            generator,
+            checked.rewards,
+            self.collectives,
+            settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
+            self._clock,
+        )
+        probe = Objective(LossSettings(), 1.0, args.logprob_chunk_size, self.accelerator.autocast)
+        self.weight_sync = WeightSync(
+            self.engine,
+            policy,
+            self.collectives,
+            lambda batch: probe.logprobs(policy, batch, batch.num_rows),
+            vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
+            gap_limit=settings.logprob_gap_limit(args, dtype),
+        )
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader[Row]:
+        """Yields this rank's rows of one generation batch, as often as the batch is used."""
+        args = self.args
+        assert args.generation_batch_size is not None and args.steps_per_generation is not None
+        rows = NumberedRows(self.train_dataset)
+        sampler = RepeatSampler(
+            rows,
+            mini_repeat_count=args.num_generations,
+            batch_size=args.generation_batch_size // args.num_generations,
+            repeat_count=args.micro_batches_per_rollout,
+            shuffle=args.shuffle_dataset,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+        )
+        self._train_sampler = sampler
+        loader: DataLoader[Row] = DataLoader(
+            rows,
+            batch_size=args.per_device_train_batch_size * args.steps_per_generation,
+            sampler=sampler,
+            collate_fn=_as_list,
+            num_workers=args.dataloader_num_workers,
+            drop_last=True,
+        )
+        prepared: DataLoader[Row] = self.accelerator.prepare(loader)
+        return prepared
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Row]:
+        """Yields this rank's share of the evaluation rows, each (prompt, copy) on exactly one rank."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, str):
+            rows = self.eval_dataset[rows]  # type: ignore[index]
+        with self.collectives.failing_together("checking the evaluation set"):
+            preflight.check_dataset("eval_dataset", rows)
+        args = self.args
+        assert args.generation_batch_size is not None and args.num_generations_eval is not None
+        blocks = EvalBlocks(
+            len(rows),
+            args.num_generations_eval,
+            max(1, args.generation_batch_size // args.num_generations_eval),
+            self.collectives.rank,
+            self.collectives.world_size,
+        )
+        return DataLoader(NumberedRows(rows), batch_sampler=blocks, collate_fn=_as_list)
+
+    # Training
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The micro-batch to train on now; generates when the last generation batch is used up."""
+        args = self.args
+        assert args.steps_per_generation is not None
+        if self._micro_step % args.micro_batches_per_rollout == 0 or not self._buffer:
+            self._buffer = self._roll_out(inputs)
+        position = self._micro_step % args.steps_per_generation
+        self._micro_step += 1
+        self._micro_steps_since_update += 1
+        return position, self._buffer[position].to(args.device)
+
+    def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
+        args = self.args
+        assert args.steps_per_generation is not None
+        step = self.state.global_step
+        self._rollouts_in_step = self._rollouts_in_step + 1 if step == self._step_of_last_rollout else 0
+        self._step_of_last_rollout = step
+        with self._clock.phase("sync"):
+            self.weight_sync.sync(step)
+        seed = engines.engine_seed(args.seed, self._rollouts_in_step, step) if args.vllm_per_request_seeds else None
+        scored, batch, stats = self.rollout.collect(rows, self._metrics, trainer_state=self.state, seed=seed)
+        self._note_rollout(scored, batch, stats)
+        order = torch.randperm(batch.num_rows).tolist()
+        slices = batch.rows(order).split(args.steps_per_generation)
+        return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
+
+    def _with_fixed_logprobs(self, batch: RolloutBatch, position: int) -> RolloutBatch:
+        """Adds the log-probabilities that do not change while the generation batch is used.
+
+        Old ones are computed only for micro-batches whose first turn comes after the policy has moved: before that the
+        live ones are the same numbers, and are kept by :meth:`compute_loss` for later turns.
+        """
+        args = self.args
+        old = ref = None
+        if args.old_logprobs == "sampling":
+            old = batch.sampling_logprobs
+        elif position >= args.gradient_accumulation_steps - self._micro_steps_since_update:
+            old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch, batch.num_rows).cpu()
+        if self.ref_model is not None:
+            ref = self._objective.logprobs(self.ref_model, batch, batch.num_rows).cpu()
+        return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
+
+    def _note_rollout(self, scored: Scored, batch: RolloutBatch, stats: Sequence[EngineStats]) -> None:
+        args = self.args
+        assert args.steps_per_generation is not None
+        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
+        tokens, loss_tokens = self.collectives.sum(counts).tolist()
+        self.state.num_input_tokens_seen += tokens
+        self._metrics.latest("num_tokens", self.state.num_input_tokens_seen)
+        self._tokens_per_micro_batch = loss_tokens / self.collectives.world_size / args.steps_per_generation
+        for stat in stats:
+            name = f"engine/{stat.engine}"
+            self._metrics.total(f"{name}/prompts", stat.num_prompts)
+            self._metrics.total(f"{name}/tokens", stat.num_tokens)
+            self._metrics.total(f"{name}/generate_s", stat.seconds)
+            self._metrics.share(
+                f"{name}/tokens_per_s", torch.tensor(float(stat.num_tokens)), torch.tensor(stat.seconds)
+            )
+            self._engine_seconds[stat.engine] += stat.seconds
+        if args.log_completions:
+            self._note_completions(scored)
+
+    def _note_completions(self, scored: Scored) -> None:
+        codec = self.rollout.codec
+        mine = (
+            [codec.prompt_text(row["prompt"]) for row in scored.rows],
+            [codec.text(completion.token_ids) for completion in scored.completions],
+            scored.rewards.tolist(),
+            scored.advantages.tolist(),
+            scored.extras,
+        )
+        for prompts, completions, rewards, advantages, extras in self.collectives.gather_objects(mine):
+            self.completion_log.add(prompts, completions, rewards, advantages, extras)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of one micro-batch (Trainer divides it by the accumulation steps).
+
+        Raises:
+            ValueError: when outputs are asked for; there are none.
+        """
+        if return_outputs:
+            raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
+        position, batch = inputs
+        policy = self.accelerator.unwrap_model(model)
+        loss, logprobs = self._objective.loss(model, policy, batch, self._tokens_per_micro_batch, self._metrics)
+        if batch.old_logprobs is None and self.args.num_iterations > 1:
+            self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
+        return loss
+
+    # Evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Generates for every row through the engines, a generation batch at a time, and scores the completions."""
+        policy = self.accelerator.unwrap_model(self.model)
+        policy.eval()
+        metrics = MetricBuffer()
+        self.weight_sync.sync(self.state.global_step)
+        num_rows = 0
+        for number, rows in enumerate(dataloader):
+            seed = engines.engine_seed(self.args.seed, -1 - number, 0) if self.args.vllm_per_request_seeds else None
+            scored, batch, _ = self.rollout.collect(rows, metrics, trainer_state=self.state, seed=seed)
+            self._evaluate_loss(policy, batch, metrics)
+            num_rows += len(rows)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        values = {f"{metric_key_prefix}_{name}": value for name, value in metrics.flush(self.collectives).items()}
+        total = int(self.collectives.sum(torch.tensor([num_rows])).item())
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=total)  # type: ignore[arg-type]
+
+    def _evaluate_loss(self, policy: nn.Module, batch: RolloutBatch, metrics: MetricBuffer) -> None:
+        size = self.args.per_device_eval_batch_size
+        for start in range(0, batch.num_rows, size):
+            part = batch.rows(range(start, min(start + size, batch.num_rows)))
+            if self.ref_model is not None:
+                part = part.with_logprobs(ref_logprobs=self._objective.logprobs(self.ref_model, part, part.num_rows).cpu())
+            part = part.to(self.args.device)
+            with torch.no_grad():
+                loss, _ = self._objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
+            rows = torch.tensor(float(part.num_rows))
+            metrics.share("loss", loss.detach().cpu() * rows, rows)
+
+    # Logs and checkpoints
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the figures since the last log; also appends them to ``metrics.jsonl`` in the output folder."""
+        is_eval = any(name.startswith("eval_") for name in logs)
+        if not is_eval:
+            logs = {**logs, **self._metrics.flush(self.collectives)}  # type: ignore[dict-item]
+        super().log(logs, start_time)
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / METRICS_FILE).open("a") as lines:
+            lines.write(json.dumps({"step": self.state.global_step, **logs}) + "\n")
+        if self.args.log_completions and not is_eval:
+            self.completion_log.flush(
+                self.state.global_step,
+                folder / "completions",
+                num_to_print=self.args.num_completions_to_print,
+                unique_prompts=self.args.log_unique_prompts,
+                console=Console(),
+            )
+
+    def note_step_time(self) -> None:
+        """Logs how long the optimizer step took, phase by phase, and how idle each side was."""
+        total, phases = self._clock.lap()
+        others = {name: phases.get(name, 0.0) for name in ("generate", "score", "sync")}
+        train = max(total - sum(others.values()), 0.0)
+        self._metrics.mean("step_time", total)
+        for name, seconds in {**others, "train": train}.items():
+            self._metrics.mean(f"time/{name}_s", seconds)
+        busy = sum(self._engine_seconds) / len(self._engine_seconds) + others["sync"]
+        self._metrics.mean("time/idle_train", 1 - train / total)
+        self._metrics.mean("time/idle_generate", max(0.0, 1 - busy / total))
+        self._engine_seconds = [0.0] * len(self._engine_seconds)
+        self._micro_steps_since_update = 0
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(*args, **kwargs)
+        self.weight_sync.invalidate()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.weight_sync.invalidate()
+
+    def resume_at(self, global_step: int) -> None:
+        """Puts the counters where an unbroken run would have them after ``global_step`` optimizer steps.
+
+        A generation batch that was in use is generated again, by the resumed weights, and its remaining micro-batches are
+        trained, so that each prompt is trained as often as in an unbroken run.
+        """
+        args = self.args
+        micro_steps = len(self._train_sampler) // (args.generation_batch_size or 1) * (args.steps_per_generation or 1)
+        updates = -(-micro_steps // args.gradient_accumulation_steps)
+        self._micro_step = global_step % max(updates, 1) * args.gradient_accumulation_steps
+        self._buffer = []
+        if self.engine is not None and global_step > 0:
+            shard = self.placement.shard_of(self.collectives.rank)
+            assert shard is not None
+            self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Gives each epoch its own order of prompts, the same one after a resume."""
+        self._train_sampler.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Frees the engine of this rank; the trained model stays usable."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+class _StepHooks(TrainerCallback):
+    """Tells the trainer where its steps begin and end."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Puts the trainer where a resumed run stands within its generation batch and its random streams."""
+        self._trainer.resume_at(state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gives each epoch its own order of prompts, also after a resume."""
+        self._trainer.set_epoch(int(state.epoch or 0))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the step's clock."""
+        self._trainer._clock.restart()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stops it."""
+        self._trainer.note_step_time()
+
+
+def _refuse(**arguments: Any) -> None:
+    """Refuses constructor arguments of TRL's trainer that do not exist here yet, by name."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ConfigError(f"GRPOTrainer does not support {', '.join(given)} yet. Remove the argument.")
+
+
+def _load_models(model: str | PreTrainedModel, args: GRPOConfig) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The policy, and the reference when the KL term is on."""
+    assert not isinstance(args.model_init_kwargs, str)
+    init_kwargs = args.model_init_kwargs or {}
+    trust = args.trust_remote_code
+    name = model if isinstance(model, str) else None
+    policy = model if not isinstance(model, str) else policies.load_policy(model, init_kwargs, trust_remote_code=trust)
+    reference = None
+    if args.beta != 0.0:
+        reference = policies.make_reference(policy, name, init_kwargs, trust_remote_code=trust)
+    for loaded in (policy, reference):
+        if args.disable_dropout and loaded is not None:
+            policies.disable_dropout(loaded)
+    return policy, reference
+
+
+def _as_list(rows: list[Any]) -> list[Any]:
+    """A collator that leaves rows alone."""
+    return rows
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)

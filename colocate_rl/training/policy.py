@@ -1,0 +1,163 @@
+"""Loading the policy, its tokenizer and the reference model, with every check that needs no weights first."""
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from colocate_rl.errors import ConfigError
+
+
+def looks_like_path(name: str) -> bool:
+    """True when ``name`` can only be a folder: hub names are ``model`` or ``owner/model``."""
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith("/")
+
+
+def check_model_folder(name: str) -> None:
+    """Refuses a model folder that is not there or holds no model; a hub name is left to the hub.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"Model folder {name!r} has no config.json. Point --model at a folder made by save_pretrained.")
+    elif path.exists() or looks_like_path(name):
+        raise ConfigError(f"Model folder {name!r} does not exist. Check --model (a local folder, or a hub name owner/model).")
+
+
+def load_config(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of a model, local or from the hub, before any weights are touched.
+
+    Raises:
+        ConfigError: when there is no such model.
+    """
+    check_model_folder(name)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            name, revision=init_kwargs.get("revision"), trust_remote_code=trust_remote_code
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"Model {name!r} is neither a folder here nor a model the hub could give: {str(error).splitlines()[0]}"
+        ) from error
+    return config
+
+
+def load_tokenizer(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, revision=init_kwargs.get("revision"), trust_remote_code=trust_remote_code, padding_side="left"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"No tokenizer could be loaded from {name!r} ({str(error).splitlines()[0]}). Pass one as processing_class."
+        ) from error
+    return tokenizer
+
+
+def load_policy(
+    name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool, architecture: str | None = None
+) -> PreTrainedModel:
+    """Loads a causal language model, in float32 unless ``init_kwargs`` says otherwise, on the CPU.
+
+    Args:
+        name: folder or hub name.
+        init_kwargs: of ``from_pretrained``.
+        trust_remote_code: let the repository's own code run.
+        architecture: expected class name, for the message only.
+    """
+    kwargs = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **init_kwargs}
+    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
+        kwargs["dtype"] = getattr(torch, kwargs["dtype"], None)
+        if not isinstance(kwargs["dtype"], torch.dtype):
+            raise ConfigError(f"model_init_kwargs: dtype {init_kwargs['dtype']!r} is no torch dtype such as 'bfloat16'.")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{name!r} ({architecture or 'unknown architecture'}) is no causal language model: {error}") from error
+    return model
+
+
+def make_reference(
+    policy: PreTrainedModel, name: str | None, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A frozen copy of the policy as it starts: loaded again from its name, or copied when it has none."""
+    if name is None:
+        reference = copy.deepcopy(policy)
+    else:
+        reference = load_policy(name, init_kwargs, trust_remote_code=trust_remote_code)
+    return reference.requires_grad_(False).eval()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability of ``model`` to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The pad id, giving the tokenizer its end-of-sequence token as pad token when it has none.
+
+    Raises:
+        ConfigError: when it has neither.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"{type(tokenizer).__name__} has neither a pad nor an end-of-sequence token, so no completion could end. "
+                "Set tokenizer.eos_token."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return int(tokenizer.pad_token_id)
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation config's and the tokenizer's, sorted."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return tuple(sorted(int(token) for token in ids if token is not None))
+
+
+def context_window(config: PretrainedConfig, limit: int | None) -> int | None:
+    """Tokens that prompt and completion may have together: the setting, else the model's own; None when unknown.
+
+    Raises:
+        ConfigError: when the setting is larger than the model's positions.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    own = getattr(text, "max_position_embeddings", None)
+    if limit is not None and own is not None and limit > own:
+        raise ConfigError(
+            f"vllm_max_model_length={limit} is more than the model's {own} positions (max_position_embeddings). Lower it."
+        )
+    return limit if limit is not None else own
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The floating-point type of the model's parameters (of the first one)."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
+def named_weights(policy: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The policy's parameters under checkpoint names, each once (a tied head is its embedding), without gradient."""
+    return [(name, parameter.detach()) for name, parameter in policy.named_parameters()]
