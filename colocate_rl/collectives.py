@@ -120,10 +120,9 @@ def _silence_peer_errors() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, PeerError):
-            print(f"colocate_rl: {value}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"colocate_rl: {value}\n")
         else:
             previous(kind, value, trace)
 
     hook._silences_peer_errors = True  # type: ignore[attr-defined]
     sys.excepthook = hook
-

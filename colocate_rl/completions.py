@@ -31,11 +31,11 @@ class CompletionLog:
         advantages: Sequence[float],
         extras: Mapping[str, Sequence[Any]],
     ) -> None:
-        """Adds rows; every argument has one entry per row (``rewards``: one list per row, in the order of the names)."""
+        """Adds rows; every argument has one entry per row (of ``rewards``: a list in the order of the names)."""
         for row, (prompt, completion, values, advantage) in enumerate(
             zip(prompts, completions, rewards, advantages, strict=True)
         ):
-            record = {"prompt": prompt, "completion": completion}
+            record: dict[str, Any] = {"prompt": prompt, "completion": completion}
             record |= dict(zip(self._reward_names, values, strict=True))
             record |= {name: column[row] for name, column in extras.items()}
             self._rows.append({**record, "advantage": advantage})
@@ -66,7 +66,11 @@ class CompletionLog:
         folder.mkdir(parents=True, exist_ok=True)
         pd.DataFrame(rows).to_parquet(folder / f"completions_{step:05d}.parquet")
         if num_to_print != 0:
-            shown = rows if num_to_print is None or num_to_print >= len(rows) else random.Random(step).sample(rows, num_to_print)
+            shown = (
+                rows
+                if num_to_print is None or num_to_print >= len(rows)
+                else random.Random(step).sample(rows, num_to_print)
+            )
             console.print(self._table(step, shown))
         return rows
 

@@ -12,7 +12,7 @@ from colocate_rl.options import GRPOOptions
 
 
 @dataclass
-class GRPOConfig(GRPOOptions, TrainingArguments):
+class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None stands for "decide by the machine"
     """Settings of :class:`colocate_rl.GRPOTrainer`.
 
     Every ``TrainingArguments`` field works as usual; the fields of :class:`colocate_rl.options.GRPOOptions` come on
@@ -23,7 +23,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):
         ConfigError: for values or combinations that cannot work, with the numbers.
     """
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *options.JSON_OPTIONS]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *options.JSON_OPTIONS]  # noqa: RUF012  # as there
 
     def __post_init__(self) -> None:
         has_gpu = torch.cuda.is_available() and not self.use_cpu
@@ -34,6 +34,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):
         self._gradient_checkpointing_is_auto = self.gradient_checkpointing is None
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = False
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # every parameter takes part in every micro-batch, empty ones too
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
         self._normalise()
@@ -50,10 +52,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):
                 raise ConfigError(
                     f"vllm_devices={self.vllm_devices!r} is not a list of device numbers such as '2,3'."
                 ) from None
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
-        if isinstance(self.scale_rewards, str):
-            self.scale_rewards = {"true": "group", "false": "none"}.get(self.scale_rewards.lower(), self.scale_rewards)
+        spelled = str(self.scale_rewards)  # TRL's booleans are taken too
+        self.scale_rewards = {"true": "group", "false": "none"}.get(spelled.lower(), spelled)
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
         if self.num_generations_eval is None:
@@ -90,7 +90,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):
             )
         share = self.vllm_gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            raise ConfigError(f"vllm_gpu_memory_utilization={share} is a share of the device's memory: above 0, up to 1.")
+            raise ConfigError(
+                f"vllm_gpu_memory_utilization={share} is a share of the device's memory: above 0, up to 1."
+            )
         if self.temperature <= 0:
             raise ConfigError(
                 f"temperature={self.temperature}: greedy completions of one prompt are all the same, which leaves no "
@@ -129,8 +131,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):
             )
         if self.deepspeed or self.fsdp:
             raise ConfigError(
-                "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. Remove "
-                "the setting; ranks then train with DistributedDataParallel."
+                "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. "
+                "Remove the setting; ranks then train with DistributedDataParallel."
             )
 
     def _resolve_batches(self) -> None:
@@ -164,8 +166,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):
         assert self.num_generations_eval is not None
         if self.eval_strategy != IntervalStrategy.NO and eval_rows % self.num_generations_eval:
             raise ConfigError(
-                f"per_device_eval_batch_size={self.per_device_eval_batch_size} x {self.world_size} rank(s) = {eval_rows} "
-                f"completions is no multiple of num_generations_eval={self.num_generations_eval}. Change one of them."
+                f"per_device_eval_batch_size={self.per_device_eval_batch_size} x {self.world_size} rank(s) = "
+                f"{eval_rows} completions is no multiple of num_generations_eval={self.num_generations_eval}. Change "
+                "one of them."
             )
 
     @property

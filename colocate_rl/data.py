@@ -29,7 +29,7 @@ def load_rows(name: str, split: str, config: str | None = None) -> datasets.Data
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(name, config)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"Data set {name!r} could not be read: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:

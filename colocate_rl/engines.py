@@ -58,8 +58,8 @@ def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Plac
         shared = ", ".join(map(str, placement.shared_devices))
         if args.vllm_gpu_memory_utilization is None:
             raise PlacementError(
-                f"vllm_devices puts an engine on GPU {shared}, which also trains, so its memory must be shared out: set "
-                "vllm_gpu_memory_utilization (for instance 0.3)."
+                f"vllm_devices puts an engine on GPU {shared}, which also trains, so its memory must be shared out: "
+                "set vllm_gpu_memory_utilization (for instance 0.3)."
             )
         logger.warning(
             "GPU %s trains and generates; the engine there may use %.0f %% of its memory.",
@@ -161,9 +161,7 @@ def _engine_spec(
         cpu_cores=None if on_gpu else _cores_of(placement, shard),
         tensor_parallel_size=placement.tensor_parallel_size,
         shard=shard.index,
-        shard_devices=tuple(
-            s.device for s in placement.shards if s.engine == shard.engine and s.device is not None
-        ),
+        shard_devices=tuple(s.device for s in placement.shards if s.engine == shard.engine and s.device is not None),
         port=ports[placement.host_of(shard.engine)],
         extra=_json_dict(args.vllm_engine_kwargs),
     )

@@ -45,7 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("-h", "--help", action="store_true", help="Show this text and exit.")
     add("--model", "--model_name_or_path", metavar="NAME", help="Folder or hub name of a causal language model.")
-    add("--dataset", "--dataset_name", metavar="NAME", help="JSON, JSONL, Parquet or CSV file, saved folder, or hub name.")
+    add(
+        "--dataset",
+        "--dataset_name",
+        metavar="NAME",
+        help="JSON, JSONL, Parquet or CSV file, saved folder, or hub name.",
+    )
     add("--dataset_config", metavar="NAME", help="Configuration of a hub data set.")
     add("--dataset_train_split", metavar="NAME", default="train", help="Split to train on (default: train).")
     add("--eval_dataset", metavar="NAME", help="Like --dataset, to evaluate on.")
@@ -103,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 or _shown_by_one_rank(error):
             print(f"colocate_rl: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
-    except PeerError:
+    except PeerError as error:
+        print(f"colocate_rl: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
@@ -125,7 +131,11 @@ def _check_cheaply(script: argparse.Namespace) -> None:
 def _check_local(name: str, what: str, flag: str) -> None:
     """Refuses a name that can only be a local path when nothing is there."""
     path = Path(name).expanduser()
-    is_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or path.suffix in (".json", ".jsonl", ".parquet", ".csv")
+    is_path = (
+        name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+        or path.suffix in (".json", ".jsonl", ".parquet", ".csv")
+    )
     if is_path and not path.exists():
         raise ConfigError(f"{what} {name!r} does not exist. Check {flag}.")
 
@@ -173,7 +183,7 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
         raise ConfigError(f"There is no setting {unknown[0]}.{hint} See --help.")
     words = list(rest)
     if "--output_dir" not in {word.partition("=")[0] for word in words}:
-        words += ["--output_dir", f"{Path(script.model).name}-GRPO"]
+        words.append(f"--output_dir={Path(script.model).resolve().name}-GRPO")
     try:
         args: GRPOConfig = parser.parse_args_into_dataclasses(args=words)[0]
     except json.JSONDecodeError as error:

@@ -15,8 +15,8 @@ random state              vLLM seeds the global generators. The engine keeps a s
                           otherwise each call would sample from the same restored state.
 threads, CPU affinity     vLLM's CPU backend binds the process to cores, sets one thread and disables
                           ``torch.set_num_threads``.
-logging, signals, torch   Root handlers, signal handlers, default dtype, matmul precision, frozen garbage-collector
-defaults                  objects.
+logging, signals, hooks,  Root handlers, signal handlers, ``sys.excepthook`` (each new default group wraps it), default
+torch defaults            dtype, matmul precision, frozen garbage-collector objects.
 ========================  =============================================================================================
 """
 
@@ -26,6 +26,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -83,9 +84,7 @@ class PrivateProcess:
 
     def __init__(self, device: torch.device | None, environment: Mapping[str, str]) -> None:
         self._device = device
-        hidden = {
-            name: None for name in os.environ if name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_")
-        }
+        hidden = {name: None for name in os.environ if name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_")}
         self._environment: dict[str, str | None] = {**hidden, **environment}
         self._private: list[Any] = [None] * len(_SLICES)
         self._c10d: dict[str, Any] = _fresh_c10d_state()
@@ -215,6 +214,7 @@ _SLICES = (
     _Slice(_read_affinity, _write_affinity, private=True),
     _Slice(_read_logging, _write_logging, private=False),
     _Slice(_read_signals, _write_signals, private=False),
+    _Slice(lambda: sys.excepthook, lambda hook: setattr(sys, "excepthook", hook), private=False),
     _Slice(torch.get_default_dtype, torch.set_default_dtype, private=False),
     _Slice(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, private=False),
 )

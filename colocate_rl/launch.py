@@ -1,7 +1,7 @@
 """Making one launch line work everywhere.
 
-``accelerate launch --num_processes N`` starts N processes on a machine with several GPUs, but on a machine without a GPU
-it starts a single one and drops the number. :func:`ensure_ranks` notices that and starts the N ranks itself.
+``accelerate launch --num_processes N`` starts N processes on a machine with several GPUs, but on a machine without a
+GPU it starts a single one and drops the number. :func:`ensure_ranks` notices that and starts the N ranks itself.
 """
 
 import os

@@ -48,7 +48,7 @@ class MetricBuffer:
         self._totals[name] += value
 
     def latest(self, name: str, value: float) -> None:
-        """Sets ``name``, which every rank knows alike, to its newest value."""
+        """Sets ``name``, which every rank knows alike, to its newest value; it is reported until it changes."""
         self._latest[name] = value
 
     def flush(self, collectives: Collectives) -> dict[str, float | None]:
@@ -76,7 +76,6 @@ class MetricBuffer:
                 result[name.removeprefix("-")] = -value if value is not None and name.startswith("-") else value
         self._shares.clear()
         self._largest.clear()
-        self._latest.clear()
         self._totals.clear()
         return result
 

@@ -46,8 +46,8 @@ class GRPOOptions:
     # Engines
     num_vllm_gpus: int = _setting(
         1,
-        "K, the number of vLLM engines. Engine e lives inside training rank e (times the tensor-parallel size) and runs on "
-        "the GPUs after the training ranks.",
+        "K, the number of vLLM engines. Engine e lives inside training rank e (times the tensor-parallel size) and "
+        "runs on the GPUs after the training ranks.",
     )
     vllm_devices: list[int] | str | None = _setting(
         None,
@@ -64,12 +64,13 @@ class GRPOOptions:
     )
     vllm_max_model_length: int | None = _setting(
         None,
-        "Context window of the engines in tokens, prompt plus completion. None: the model's own. A prompt that leaves no "
-        "room for one new token is refused before training; one that leaves less than max_completion_length tokens is "
-        "completed up to the window and counts as truncated.",
+        "Context window of the engines in tokens, prompt plus completion. None: the model's own. A prompt that "
+        "leaves no room for one new token is refused before training; one that leaves less than "
+        "max_completion_length tokens is completed up to the window and counts as truncated.",
     )
     vllm_max_num_seqs: int | None = _setting(
-        None, "Most completions an engine decodes at once. None: an engine's share of the generation batch, at most 1024."
+        None,
+        "Most completions an engine decodes at once. None: an engine's share of the generation batch, at most 1024.",
     )
     vllm_dtype: str | None = _setting(
         None, "Number type of the engine's weights (float32, bfloat16, float16). None: the type the policy computes in."
@@ -79,16 +80,16 @@ class GRPOOptions:
     )
     vllm_per_request_seeds: bool = _setting(
         False,
-        "True: every completion has a seed of its own (run seed, rollout, prompt, copy), so that the completions do not "
-        "depend on the number of engines. Slower on GPU.",
+        "True: every completion has a seed of its own (run seed, rollout, prompt, copy), so that the completions do "
+        "not depend on the number of engines. Slower on GPU.",
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = _setting(
         None, "Further arguments of vllm.LLM (JSON on the command line). They win over what this package sets."
     )
     vllm_logprob_gap_limit: float | None = _setting(
         None,
-        "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. None: "
-        "0.01 when both compute in float32, else 0.2. 0 switches the check off.",
+        "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. "
+        "None: 0.01 when both compute in float32, else 0.2. 0 switches the check off.",
     )
     use_vllm: bool = _setting(True, "Kept for TRL scripts. Only True works here: generation is always by the engines.")
     vllm_mode: str = _setting("colocate", "Kept for TRL scripts. Only 'colocate' (in-process engines) exists here.")
@@ -134,7 +135,9 @@ class GRPOOptions:
     epsilon: float = _setting(0.2, "Lower clip range of the probability ratio.")
     epsilon_high: float | None = _setting(None, "Upper clip range of the probability ratio. None: epsilon.")
     delta: float | None = _setting(None, "Upper bound of the unclipped ratio (two-sided clipping). None: no bound.")
-    importance_sampling_level: str = _setting("token", "Level of the probability ratio: " + ", ".join(choices(ImportanceSamplingLevel)) + ".")
+    importance_sampling_level: str = _setting(
+        "token", "Level of the probability ratio: " + ", ".join(choices(ImportanceSamplingLevel)) + "."
+    )
     loss_type: str = _setting("dapo", "How token losses are averaged: " + ", ".join(choices(LossType)) + ".")
     scale_rewards: str = _setting(
         "group", "Standard deviation that divides advantages: group (True means this too), batch, none (False)."

@@ -148,7 +148,8 @@ def launch_line(num_devices: int, num_engines: int, tensor_parallel_size: int) -
     if most < 1:
         return None
     engines = min(max(num_engines, 1), most)
-    line = f"accelerate launch --num_processes {num_devices - engines * tensor_parallel_size} ... --num-vllm-gpus {engines}"
+    ranks = num_devices - engines * tensor_parallel_size
+    line = f"accelerate launch --num_processes {ranks} ... --num-vllm-gpus {engines}"
     if tensor_parallel_size > 1:
         line += f" --vllm-tensor-parallel-size {tensor_parallel_size}"
     return line
@@ -192,7 +193,9 @@ def _check_device_count(num_ranks: int, num_engines: int, tensor_parallel_size: 
     needed = num_ranks + num_shards
     if needed == num_devices:
         return
-    numbers = f"{num_ranks} training rank(s) + {num_shards} engine GPU(s) = {needed}, but {num_devices} GPU(s) are visible"
+    numbers = (
+        f"{num_ranks} training rank(s) + {num_shards} engine GPU(s) = {needed}, but {num_devices} GPU(s) are visible"
+    )
     hint = _hint(num_devices, num_engines, tensor_parallel_size)
     if needed > num_devices:
         raise PlacementError(f"Too many processes for the GPUs: {numbers}. Lower --num_processes.{hint}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.rewards import RewardFunction, Rewards
 from colocate_rl.training import policy as policies
 
-EvalSets = datasets.Dataset | Mapping[str, datasets.Dataset]
+EvalSets: TypeAlias = datasets.Dataset | Mapping[str, datasets.Dataset]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def check_run(
     window = policies.context_window(config, args.vllm_max_model_length)
     if window is not None and args.max_completion_length >= window:
         raise ConfigError(
-            f"max_completion_length={args.max_completion_length} does not fit beside any prompt in the context window of "
-            f"{window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
+            f"max_completion_length={args.max_completion_length} does not fit beside any prompt in the context window "
+            f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
     assert not isinstance(args.chat_template_kwargs, str)
     codec = PromptCodec(tokenizer, args.chat_template_kwargs)

@@ -30,7 +30,6 @@ class WeightSync:
         policy_logprobs: log-probabilities [B, T] of a batch under the policy, at temperature 1, without gradient.
         vocab_size: ids the probe may use.
         gap_limit: largest mean |engine - policy| log-probability on the probe, in nats; 0 switches it off.
-        end_token_ids: left out of the probe's prompts.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class WeightSync:
         prompts = torch.randint(self._vocab_size, (PROBE_PROMPTS, PROBE_PROMPT_TOKENS), generator=generator).tolist()
         answers = engine.generate(
             [Request(prompt, 1, seed=number) for number, prompt in enumerate(prompts)],
-            SamplingSpec(max_tokens=PROBE_TOKENS, extra={"ignore_eos": True}),
+            SamplingSpec(max_tokens=PROBE_TOKENS),
         )
         completions: list[Completion] = [answer[0] for answer in answers]
         batch = RolloutBatch.from_rows(
@@ -99,10 +98,10 @@ class WeightSync:
         mean, largest = float(gaps.mean()), float(gaps.max())
         if not mean <= self._gap_limit:
             raise WeightSyncError(
-                f"After the first weight sync the engine's log-probabilities of {gaps.numel()} probe tokens differ from "
-                f"the policy's by {mean:.4g} nats on average (largest {largest:.4g}), more than the accepted "
+                f"After the first weight sync the engine's log-probabilities of {gaps.numel()} probe tokens differ "
+                f"from the policy's by {mean:.4g} nats on average (largest {largest:.4g}), more than the accepted "
                 f"{self._gap_limit:g}. The engine does not compute what the policy computes, so every update would be "
-                "wrong. Check that the model's architecture is the same in vLLM and transformers, and that vllm_dtype "
-                "fits; if the gap is only the number type's, raise vllm_logprob_gap_limit."
+                "wrong. Check that the model's architecture is the same in vLLM and transformers, and that "
+                "vllm_dtype fits; if the gap is only the number type's, raise vllm_logprob_gap_limit."
             )
         logger.info("engine verified: mean log-probability gap %.2e on %d probe tokens", mean, gaps.numel())

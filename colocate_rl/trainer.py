@@ -120,9 +120,9 @@ class GRPOTrainer(Trainer):
         super().__init__(
             model=policy,
             args=args,
-            data_collator=_as_list,
+            data_collator=_as_list,  # type: ignore[arg-type]  # rows stay rows until they are a rollout
             train_dataset=train_dataset,
-            eval_dataset=eval_dataset,  # type: ignore[arg-type]
+            eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
             callbacks=[_StepHooks(self), *(callbacks or [])],
             optimizers=optimizers,
@@ -130,7 +130,7 @@ class GRPOTrainer(Trainer):
         self.args: GRPOConfig
         self.model_accepts_loss_kwargs = False  # compute_loss leaves the division by accumulation steps to Trainer
         if self.ref_model is not None:
-            self.ref_model.to(args.device)
+            nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
         self._clock = PhaseClock(_synchronizer(args.device))
         self._metrics = MetricBuffer()
@@ -153,7 +153,9 @@ class GRPOTrainer(Trainer):
     def _build_engines(self, checked: preflight.Checked) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
-        self.engine = engines.build_engine(args, self.placement, self.collectives, checked.config, dtype, checked.window)
+        self.engine = engines.build_engine(
+            args, self.placement, self.collectives, checked.config, dtype, checked.window
+        )
         generator = Generator(
             self.placement,
             self.engine,
@@ -185,7 +187,9 @@ class GRPOTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Yields this rank's rows of one generation batch, as often as the batch is used."""
         args = self.args
-        assert args.generation_batch_size is not None and args.steps_per_generation is not None
+        assert args.generation_batch_size is not None
+        assert args.steps_per_generation is not None
+        assert isinstance(self.train_dataset, datasets.Dataset)
         rows = NumberedRows(self.train_dataset)
         sampler = RepeatSampler(
             rows,
@@ -209,13 +213,14 @@ class GRPOTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Row]:
         """Yields this rank's share of the evaluation rows, each (prompt, copy) on exactly one rank."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, str):
             rows = self.eval_dataset[rows]  # type: ignore[index]
         with self.collectives.failing_together("checking the evaluation set"):
             preflight.check_dataset("eval_dataset", rows)
         args = self.args
-        assert args.generation_batch_size is not None and args.num_generations_eval is not None
+        assert args.generation_batch_size is not None
+        assert args.num_generations_eval is not None
         blocks = EvalBlocks(
             len(rows),
             args.num_generations_eval,
@@ -336,7 +341,7 @@ class GRPOTrainer(Trainer):
         num_rows = 0
         for number, rows in enumerate(dataloader):
             seed = engines.engine_seed(self.args.seed, -1 - number, 0) if self.args.vllm_per_request_seeds else None
-            scored, batch, _ = self.rollout.collect(rows, metrics, trainer_state=self.state, seed=seed)
+            _, batch, _ = self.rollout.collect(rows, metrics, trainer_state=self.state, seed=seed)
             self._evaluate_loss(policy, batch, metrics)
             num_rows += len(rows)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -349,7 +354,9 @@ class GRPOTrainer(Trainer):
         for start in range(0, batch.num_rows, size):
             part = batch.rows(range(start, min(start + size, batch.num_rows)))
             if self.ref_model is not None:
-                part = part.with_logprobs(ref_logprobs=self._objective.logprobs(self.ref_model, part, part.num_rows).cpu())
+                part = part.with_logprobs(
+                    ref_logprobs=self._objective.logprobs(self.ref_model, part, part.num_rows).cpu()
+                )
             part = part.to(self.args.device)
             with torch.no_grad():
                 loss, _ = self._objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
@@ -366,7 +373,7 @@ class GRPOTrainer(Trainer):
         super().log(logs, start_time)
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir)
+        folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / METRICS_FILE).open("a") as lines:
             lines.write(json.dumps({"step": self.state.global_step, **logs}) + "\n")
@@ -404,8 +411,8 @@ class GRPOTrainer(Trainer):
     def resume_at(self, global_step: int) -> None:
         """Puts the counters where an unbroken run would have them after ``global_step`` optimizer steps.
 
-        A generation batch that was in use is generated again, by the resumed weights, and its remaining micro-batches are
-        trained, so that each prompt is trained as often as in an unbroken run.
+        A generation batch that was in use is generated again, by the resumed weights, and its remaining micro-batches
+        are trained, so that each prompt is trained as often as in an unbroken run.
         """
         args = self.args
         micro_steps = len(self._train_sampler) // (args.generation_batch_size or 1) * (args.steps_per_generation or 1)

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -71,7 +72,9 @@ def vllm_version() -> str:
                 "Install one of those."
             )
         return version
-    raise ConfigError("vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu].")
+    raise ConfigError(
+        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
+    )
 
 
 class VllmEngine:
@@ -100,7 +103,9 @@ class VllmEngine:
     def _build(self) -> None:
         spec = self._spec
         _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
-        from vllm import LLM
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch while it loads
+            from vllm import LLM
 
         arguments: dict[str, Any] = {
             "model": self._folder.name,
@@ -127,7 +132,9 @@ class VllmEngine:
         self._llm = LLM(**{**arguments, **spec.extra})
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
-            raise EngineError(f"vLLM gave {type(self._model).__name__} as its model; its core does not run in this process.")
+            raise EngineError(
+                f"vLLM gave {type(self._model).__name__} as its model; its core does not run in this process."
+            )
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
@@ -141,7 +148,8 @@ class VllmEngine:
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
                 "repetition_penalty": sampling.repetition_penalty,
-                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
+                "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
                 "logprobs": 0,
                 "detokenize": False,
                 "flat_logprobs": True,
@@ -160,8 +168,8 @@ class VllmEngine:
         """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`.
 
         Raises:
-            WeightSyncError: when names or shapes differ from the policy's architecture, or the engine would not be filled
-                completely; the engine must not be used afterwards.
+            WeightSyncError: when names or shapes differ from the policy's architecture, or the engine would not be
+                filled completely; the engine must not be used afterwards.
         """
         named = dict(weights)
         check_names(named, self._spec.checkpoint)
@@ -215,16 +223,17 @@ def _itself(model: torch.nn.Module) -> torch.nn.Module:
 def _repack_tied(model: torch.nn.Module) -> None:
     """Packs again every layer that shares its weight with another one.
 
-    A tied head has no tensor of its own in a checkpoint, so the reload leaves the layer alone; where the backend computes
-    from a packed copy, that copy would keep the values of the first load.
+    A tied head has no tensor of its own in a checkpoint, so the reload leaves the layer alone; where the backend
+    computes from a packed copy, that copy would keep the values of the first load.
     """
     seen: set[int] = set()
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.numel() == 0:
             continue
-        if weight.data_ptr() in seen and hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
+        method: Any = getattr(module, "quant_method", None)
+        if weight.data_ptr() in seen and method is not None:
+            method.process_weights_after_loading(module)
         seen.add(weight.data_ptr())
 
 
@@ -238,6 +247,9 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     if spec.device is None:
+        environment["TORCHDYNAMO_DISABLE"] = (
+            "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
+        )
         environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         if spec.cpu_cores is not None:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores

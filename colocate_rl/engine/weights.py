@@ -1,9 +1,10 @@
 """The weights' way from the policy into an engine: a plan of plain copies, made once and complete, or no plan at all.
 
 vLLM's model knows how a checkpoint's tensors map to its own (fused q/k/v and gate/up, tied heads, tensor-parallel
-slices). Rather than repeat that knowledge for each architecture, the plan is *recorded*: the model's own loader runs once
-on the policy's tensors while every copy into an engine parameter is noted as "this view of that policy tensor goes to this
-view of that parameter". Later syncs replay the notes into the same storage, which captured CUDA graphs keep reading.
+slices). Rather than repeat that knowledge for each architecture, the plan is *recorded*: the model's own loader runs
+once on the policy's tensors while every copy into an engine parameter is noted as "this view of that policy tensor goes
+to this view of that parameter". Later syncs replay the notes into the same storage, which captured CUDA graphs keep
+reading.
 """
 
 import math
@@ -70,7 +71,7 @@ class CopyRecorder(TorchDispatchMode):
             self.foreign.append(target)
             return
         tensor = self._weights[name]
-        offset = source.storage_offset() - tensor.storage_offset()
+        offset = int(source.storage_offset()) - int(tensor.storage_offset())
         self.copies.append(Copy(name, tuple(source.shape), tuple(source.stride()), offset, target))
 
 
@@ -87,7 +88,9 @@ class CopyPlan:
         self._pointers: list[int] = []
 
     @classmethod
-    def record(cls, load: Loader, weights: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> "CopyPlan":
+    def record(
+        cls, load: Loader, weights: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+    ) -> "CopyPlan":
         """Runs the engine model's loader once and turns what it does into a plan.
 
         Args:
@@ -134,7 +137,8 @@ def check_coverage(recorder: CopyRecorder, parameters: Mapping[str, torch.Tensor
     computed = {owner.get(view.untyped_storage().data_ptr()) for view in recorder.foreign} - {None}
     if computed:
         raise WeightSyncError(
-            f"These engine parameters are computed from the checkpoint, not copied: {', '.join(sorted(map(str, computed)))}."
+            f"These engine parameters are computed from the checkpoint, not copied: "
+            f"{', '.join(sorted(map(str, computed)))}."
         )
     for view in [*(copy.target for copy in recorder.copies), *recorder.constants]:
         name = owner.get(view.untyped_storage().data_ptr())
@@ -159,7 +163,7 @@ def check_consumption(recorder: CopyRecorder, weights: Mapping[str, torch.Tensor
     Args:
         recorder: of one load.
         weights: the policy tensors it was given.
-        num_shards: tensor-parallel size; a shard reads at least its part of each tensor.
+        num_shards: tensor-parallel size; a shard reads only its part of each tensor, whose size is the engine's affair.
 
     Raises:
         WeightSyncError: naming the tensors.
@@ -168,11 +172,8 @@ def check_consumption(recorder: CopyRecorder, weights: Mapping[str, torch.Tensor
     read = dict.fromkeys(weights, 0)
     for name, size, _, _ in views:
         read[name] += math.prod(size)
-    wrong = [
-        name
-        for name, tensor in weights.items()
-        if not tensor.numel() <= read[name] * num_shards <= tensor.numel() * num_shards
-    ]
+    least = {name: tensor.numel() if num_shards == 1 else 1 for name, tensor in weights.items()}
+    wrong = [name for name in weights if read[name] < least[name]]
     if wrong:
         raise WeightSyncError(
             f"The engine did not take over these policy tensors completely: {', '.join(sorted(wrong)[:12])}."

@@ -1,4 +1,4 @@
-"""Rewards to advantages: small pure functions. Shape letters: P prompts, G completions per prompt, F reward functions."""
+"""Rewards to advantages: small pure functions. Shape letters: P prompts, G completions of each, F reward functions."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ def _nan_mean(values: torch.Tensor, *, keepdim: bool) -> torch.Tensor:
 
 
 def _nan_std(values: torch.Tensor) -> torch.Tensor:
-    """Unbiased (n - 1) standard deviation over the last dimension without NaN; 0 where fewer than two values are left."""
+    """Unbiased (n - 1) standard deviation over the last dimension without NaN; 0 for fewer than two values."""
     count = (~values.isnan()).sum(-1)
     squares = (values - _nan_mean(values, keepdim=True)).square().nansum(-1)
     return torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), 0.0)

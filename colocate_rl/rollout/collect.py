@@ -1,4 +1,4 @@
-"""One rollout from rows of the data set to a batch ready for the loss: encode, generate, score, compare within groups."""
+"""One rollout, from rows of the data set to a batch ready for the loss: encode, generate, score, compare."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,4 +220,3 @@ def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Ten
     metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan))
     metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0))
     metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean())
-

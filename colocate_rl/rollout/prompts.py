@@ -26,7 +26,9 @@ class PromptCodec:
         chat_template_kwargs: passed to ``apply_chat_template`` for conversational prompts.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
 

@@ -7,6 +7,7 @@ from comparing with a pad id.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -116,7 +117,9 @@ class RolloutBatch:
         picked = {item.name: getattr(self, item.name) for item in fields(self)}
         picked = {name: None if value is None else value[index] for name, value in picked.items()}
         width = int(picked["attention_mask"].sum(1).max()) if len(chosen) else 0
-        cut = {name: v if v is None or v.ndim == 1 else v[:, :width].contiguous() for name, v in picked.items()}
+        cut: dict[str, Any] = {
+            name: v if v is None or v.ndim == 1 else v[:, :width].contiguous() for name, v in picked.items()
+        }
         return RolloutBatch(**cut)
 
     def split(self, parts: int) -> list["RolloutBatch"]:
@@ -127,10 +130,9 @@ class RolloutBatch:
 
     def to(self, device: torch.device) -> "RolloutBatch":
         """The same batch on ``device``."""
-        moved = {item.name: getattr(self, item.name) for item in fields(self)}
-        return RolloutBatch(
-            **{name: None if v is None else v.to(device, non_blocking=True) for name, v in moved.items()}
-        )
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        moved: dict[str, Any] = {n: None if v is None else v.to(device, non_blocking=True) for n, v in values.items()}
+        return RolloutBatch(**moved)
 
     def with_logprobs(
         self, *, old_logprobs: torch.Tensor | None = None, ref_logprobs: torch.Tensor | None = None

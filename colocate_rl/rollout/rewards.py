@@ -41,7 +41,8 @@ def resolve_reward(path: str) -> RewardFunction:
     if not callable(found):
         public = sorted(name for name in vars(importlib.import_module(module_name)) if not name.startswith("_"))
         raise ConfigError(
-            f"Reward function {path!r}: module {module_name!r} has no function {attribute!r}. It has: {', '.join(public[:20])}."
+            f"Reward function {path!r}: module {module_name!r} has no function {attribute!r}. It has: "
+            f"{', '.join(public[:20])}."
         )
     function: RewardFunction = found
     return function
@@ -84,7 +85,12 @@ class Rewards:
         self.weights = torch.tensor(list(weights) if weights is not None else [1.0] * len(functions))
 
     def score(
-        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], columns: Mapping[str, list[Any]], **helpers: Any
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list[Any]],
+        **helpers: Any,
     ) -> torch.Tensor:
         """Calls every function on this rank's completions.
 
@@ -127,8 +133,8 @@ def _checked(name: str, values: Any, expected: int) -> list[float]:
         values = values.tolist()
     if values is None or isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
         raise RewardError(
-            f"Reward function {name!r} returned {type(values).__name__} instead of a list with one number (or None) for "
-            f"each of {expected} completions."
+            f"Reward function {name!r} returned {type(values).__name__} instead of a list with one number (or None) "
+            f"for each of {expected} completions."
         )
     if len(values) != expected:
         raise RewardError(
@@ -145,11 +151,12 @@ def _checked_value(name: str, row: int, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise RewardError(
-            f"Reward function {name!r} returned {value!r} for row {row} (of this rank's completions), which is not a number."
+            f"Reward function {name!r} returned {value!r} for row {row} (of this rank's completions), which is "
+            f"not a number."
         ) from None
     if not math.isfinite(number):
         raise RewardError(
-            f"Reward function {name!r} returned {number} for row {row} (of this rank's completions). A non-finite reward "
-            "would spoil its whole group; return None for a completion that cannot be scored."
+            f"Reward function {name!r} returned {number} for row {row} (of this rank's completions). A non-finite "
+            "reward would spoil its whole group; return None for a completion that cannot be scored."
         )
     return number

@@ -1,8 +1,8 @@
 """Per-token log-probabilities and entropy of a policy without ever holding its full logits.
 
 The decoder runs once on the padded rows; its hidden states are gathered at the completion positions only, and the
-output head is applied to a chunk of them at a time, in the forward pass and again in the backward pass. Peak memory grows
-with chunk x vocabulary, not with batch x length x vocabulary.
+output head is applied to a chunk of them at a time, in the forward pass and again in the backward pass. Peak memory
+grows with chunk x vocabulary, not with batch x length x vocabulary.
 """
 
 import types
@@ -49,8 +49,8 @@ class Head:
         layer = model.get_output_embeddings()  # type: ignore[operator]
         if type(layer) is not nn.Linear:
             raise ConfigError(
-                f"{type(model).__name__} has an output head of type {type(layer).__name__}; only a plain linear head is "
-                "supported."
+                f"{type(model).__name__} has an output head of type {type(layer).__name__}; only a plain linear head "
+                "is supported."
             )
         config: Any = model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config

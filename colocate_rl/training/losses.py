@@ -1,8 +1,10 @@
 """The GRPO family of losses as small pure functions. Shape letters: B rows, T tokens.
 
-Per-token tensors follow :mod:`colocate_rl.rollout.records`: column t is about token t. Formulas: GRPO (Shao et al. 2024,
+Per-token tensors follow :mod:`colocate_rl.rollout.records`: column t is about token t. Formulas: GRPO (Shao et al.
+2024,
 arXiv 2402.03300), DAPO (Yu et al. 2025, 2503.14476), Dr. GRPO (Liu et al. 2025, 2503.20783), GSPO (Zheng et al. 2025,
-2507.18071), two-sided clipping (INTELLECT-2, 2505.07291), k3 estimate of the KL (Schulman, "Approximating KL divergence").
+2507.18071), two-sided clipping (INTELLECT-2, 2505.07291), k3 estimate of the KL (Schulman, "Approximating KL
+divergence").
 """
 
 from collections.abc import Callable
@@ -108,8 +110,8 @@ def sampling_correction(
         old: float32 [B, T], the policy's log-probabilities at rollout time.
         sampling: float32 [B, T], the engine's.
         mask: bool [B, T].
-        mode: ``token_*`` weighs each token by exp(d), ``sequence_*`` each row by exp(sum of d); ``*_truncate`` clamps the
-            weight to the bounds, ``*_mask`` sets it to 0 outside them.
+        mode: ``token_*`` weighs each token by exp(d), ``sequence_*`` each row by exp(sum of d); ``*_truncate`` clamps
+            the weight to the bounds, ``*_mask`` sets it to 0 outside them.
         clip_max: upper bound, or None.
         clip_min: lower bound, or None.
 

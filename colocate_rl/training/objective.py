@@ -24,7 +24,7 @@ class Objective:
     """Makes the mixed-precision context of a forward pass."""
 
     def statistics(self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch) -> TokenStatistics:
-        """Log-probabilities (with gradient) and entropies of the completion tokens; see :func:`completion_statistics`."""
+        """Log-probabilities (with gradient) and entropies; see :func:`completion_statistics`."""
         return completion_statistics(
             wrapper,
             policy,

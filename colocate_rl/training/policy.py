@@ -34,9 +34,13 @@ def check_model_folder(name: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"Model folder {name!r} has no config.json. Point --model at a folder made by save_pretrained.")
+            raise ConfigError(
+                f"Model folder {name!r} has no config.json. Point --model at a folder made by save_pretrained."
+            )
     elif path.exists() or looks_like_path(name):
-        raise ConfigError(f"Model folder {name!r} does not exist. Check --model (a local folder, or a hub name owner/model).")
+        raise ConfigError(
+            f"Model folder {name!r} does not exist. Check --model (a local folder, or a hub name owner/model)."
+        )
 
 
 def load_config(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool) -> PretrainedConfig:
@@ -89,11 +93,15 @@ def load_policy(
     if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
         kwargs["dtype"] = getattr(torch, kwargs["dtype"], None)
         if not isinstance(kwargs["dtype"], torch.dtype):
-            raise ConfigError(f"model_init_kwargs: dtype {init_kwargs['dtype']!r} is no torch dtype such as 'bfloat16'.")
+            raise ConfigError(
+                f"model_init_kwargs: dtype {init_kwargs['dtype']!r} is no torch dtype such as 'bfloat16'."
+            )
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except ValueError as error:
-        raise ConfigError(f"{name!r} ({architecture or 'unknown architecture'}) is no causal language model: {error}") from error
+        raise ConfigError(
+            f"{name!r} ({architecture or 'unknown architecture'}) is no causal language model: {error}"
+        ) from error
     return model
 
 
@@ -105,7 +113,9 @@ def make_reference(
         reference = copy.deepcopy(policy)
     else:
         reference = load_policy(name, init_kwargs, trust_remote_code=trust_remote_code)
-    return reference.requires_grad_(False).eval()
+    reference.requires_grad_(False)
+    reference.eval()
+    return reference
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -124,8 +134,8 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
-                f"{type(tokenizer).__name__} has neither a pad nor an end-of-sequence token, so no completion could end. "
-                "Set tokenizer.eos_token."
+                f"{type(tokenizer).__name__} has neither a pad nor an end-of-sequence token, so no completion could "
+                "end. Set tokenizer.eos_token."
             )
         tokenizer.pad_token = tokenizer.eos_token
     return int(tokenizer.pad_token_id)
@@ -148,7 +158,8 @@ def context_window(config: PretrainedConfig, limit: int | None) -> int | None:
     own = getattr(text, "max_position_embeddings", None)
     if limit is not None and own is not None and limit > own:
         raise ConfigError(
-            f"vllm_max_model_length={limit} is more than the model's {own} positions (max_position_embeddings). Lower it."
+            f"vllm_max_model_length={limit} is more than the model's {own} positions (max_position_embeddings). "
+            f"Lower it."
         )
     return limit if limit is not None else own
 

@@ -2,20 +2,18 @@
 
 ``python -m examples.addition.make_model --out DIR --seed N``
 
-The model imitates worked examples of mixed quality, as base models do: sums are mostly written by somebody who forgets
-to carry from the units into the tens, and by somebody whose units slip now and then. It therefore knows how to add and
-also how to add wrongly, and says both: reinforcement has something to choose between, and the choice carries over to
-problems it has not seen.
+The model imitates worked examples of mixed quality, as base models do: most of them forget to carry from the units into
+the tens, and some end in a full stop that nobody asked for. It therefore knows how to add and also how to add wrongly,
+and says both: reinforcement has something to choose between, and the choice carries over to problems it has not seen.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,19 +21,21 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from examples.addition.task import Problem, make_splits
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 RECIPE_VERSION = 1
+"""Part of the cache key; raise it whenever what is made here changes."""
 RECIPE_FILE = "warm_start.json"
 
-NUM_STEPS = 400
+NUM_STEPS = 700
 BATCH_SIZE = 96
 MUON_LEARNING_RATE = 0.02
 ADAMW_LEARNING_RATE = 3e-3
+
 FORGOTTEN_CARRY = 0.75
+"""Share of the carries into the tens that the worked examples forget."""
 STRAY_FULL_STOP = 0.3
-MAX_ANSWER_TOKENS = 5  # three digits, a stray full stop and the end of the sequence
+"""Share of the worked examples that end in a full stop, which the task does not want."""
+MAX_ANSWER_TOKENS = 5
+"""Three digits, a stray full stop and the end of the sequence."""
 
 PAD, EOS = "<|pad|>", "<|end|>"
 
@@ -58,7 +58,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_untrained(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Build the randomly initialised Qwen2 of about half a million parameters."""
+    """Build the randomly initialised Qwen2 of a third of a million parameters."""
     config = Qwen2Config(
         vocab_size=320,  # the tokenizer's 258, rounded up to what engines pad a vocabulary to anyway
         hidden_size=128,
@@ -118,7 +118,8 @@ def warm_start(
 
 def _optimizers(model: Qwen2ForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the matrices (it learns to add in a tenth of AdamW's steps here), AdamW for the rest."""
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "embed" not in name
         (matrices if is_matrix else rest).append(parameter)
@@ -203,3 +204,16 @@ def make_model(out: Path, seed: int) -> dict[str, Any]:
     tokenizer.save_pretrained(out)
     recipe.write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
     return facts
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make a tiny model that adds two numbers about half right.")
+    parser.add_argument("--out", type=Path, required=True, help="Folder for the model.")
+    parser.add_argument("--seed", type=int, default=1, help="Decides weights, warm start and split.")
+    arguments = parser.parse_args()
+    print(json.dumps(make_model(arguments.out, arguments.seed), indent=2))
+
+
+if __name__ == "__main__":
+    main()

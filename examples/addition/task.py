@@ -5,21 +5,17 @@ held-out problem was seen neither in the warm start nor in training, in either o
 the command line names the reward as ``examples.addition.task:correct_sum``.
 """
 
-from __future__ import annotations
-
 import json
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 SMALLEST, LARGEST = 10, 99
 NUM_WARM_START_PAIRS = 2200
-NUM_HELD_OUT_PAIRS = 400
+NUM_HELD_OUT_PAIRS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +55,10 @@ class Splits:
 
 def make_splits(seed: int) -> Splits:
     """Deal all 4095 unordered pairs of two-digit numbers into the three splits."""
-    generator = random.Random(f"addition-{seed}")  # noqa: S311 (not cryptography)
+    generator = random.Random(f"addition-{seed}")
     pairs = list(combinations_with_replacement(range(SMALLEST, LARGEST + 1), 2))
     generator.shuffle(pairs)
-    held_out = [
-        Problem(*generator.sample(pair, 2)) for pair in pairs[:NUM_HELD_OUT_PAIRS]
-    ]
+    held_out = [Problem(*generator.sample(pair, 2)) for pair in pairs[:NUM_HELD_OUT_PAIRS]]
     end = NUM_HELD_OUT_PAIRS + NUM_WARM_START_PAIRS
     return Splits(
         warm_start=_both_orders(pairs[NUM_HELD_OUT_PAIRS:end], generator),
@@ -73,9 +67,7 @@ def make_splits(seed: int) -> Splits:
     )
 
 
-def _both_orders(
-    pairs: Sequence[tuple[int, int]], generator: random.Random
-) -> tuple[Problem, ...]:
+def _both_orders(pairs: Sequence[tuple[int, int]], generator: random.Random) -> tuple[Problem, ...]:
     problems = sorted(
         {problem for a, b in pairs for problem in (Problem(a, b), Problem(b, a))},
         key=lambda problem: (problem.left, problem.right),
@@ -90,7 +82,7 @@ def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
     path.write_text("".join(json.dumps(problem.row) + "\n" for problem in problems), "utf-8")
 
 
-def correct_sum(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:  # noqa: ARG001
+def correct_sum(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """Reward 1.0 for exactly the right number and 0.0 for anything else.
 
     Args:
@@ -101,7 +93,4 @@ def correct_sum(completions: list[str], answer: list[str], **kwargs: Any) -> lis
     Returns:
         One reward for each completion, in order.
     """
-    return [
-        float(completion == right)
-        for completion, right in zip(completions, answer, strict=True)
-    ]
+    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
