@@ -1,19 +1,21 @@
 """How much memory the log-probabilities take: chunked (this library) against full logits.
 
-    python benchmarks/logprob_memory.py                                   # on the first GPU, or on CPU with smaller sizes
+    python benchmarks/logprob_memory.py                        # on the first GPU, or on CPU with smaller sizes
     python benchmarks/logprob_memory.py --device cpu --vocab 8192 --hidden 64 --tokens 512 1024 2048 --chunks 64 256
 
-Each point is one forward and backward pass from hidden states to log-probabilities; what is counted is memory beyond the
-hidden states and the head, which are there before. Two sweeps: number of tokens (batch x length), at each chunk size and
-with full logits; and vocabulary, at each chunk size. Writes results.json and logprob_memory.png into --output.
+Each point is one forward and backward pass from hidden states to log-probabilities; what is counted is memory beyond
+the hidden states and the head, which are there before. Two sweeps: tokens (batch x length), at each chunk size
+and full logits; and vocabulary, at each chunk size. Writes results.json and logprob_memory.png into --output.
 """
 
 import argparse
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +46,13 @@ class Point:
     peak_mib: float | None
     """Highest memory in use beyond what was there before; None when it did not fit."""
     seconds: float | None
+    """Of both passes, on GPU."""
     logits_mib: float
     """What float32 logits of all tokens alone would take."""
 
 
 class StatesModel(nn.Module):
-    """A "language model" whose decoder only returns its parameter, so that nothing but the log-probabilities is measured."""
+    """A language model whose decoder only returns its parameter: nothing but the log-probabilities is measured."""
 
     def __init__(self, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -98,61 +101,70 @@ def full(model: StatesModel, batch: RolloutBatch) -> torch.Tensor:
     return logprobs.gather(-1, batch.input_ids[:, 1:, None])
 
 
-def measure(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
+def on_gpu(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
     """Peak memory in MiB beyond what is in use now, and seconds, of a forward and a backward pass."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before, start = torch.cuda.memory_allocated(device), time.perf_counter()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before, start = torch.cuda.memory_allocated(device), time.perf_counter()
+    run().sum().backward()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / MIB, time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Drops what native code writes to standard error (the profiler announces its start and end there)."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def on_cpu(run: Callable[[], torch.Tensor]) -> float:
+    """The same peak, from every allocation and release that torch's profiler saw."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with silent_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run().sum().backward()
-        torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_allocated(device) - before) / MIB, time.perf_counter() - start
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        start = time.perf_counter()
-        run().sum().backward()
-        seconds = time.perf_counter() - start
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     in_use = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         in_use += event.nbytes()
         highest = max(highest, in_use)
-    return highest / MIB, seconds
+    return highest / MIB
 
 
-def take(
-    method: str, tokens: int, vocab: int, chunk: int | None, hidden: int, dtype: torch.dtype, device: torch.device
-) -> Point:
-    """One point; a pass that does not fit into the device's memory is a result too."""
+def take(tokens: int, vocab: int, chunk: int | None, hidden: int, dtype: torch.dtype, device: torch.device) -> Point:
+    """One point (without a chunk: full logits); a pass that does not fit into the device's memory is a result too."""
     torch.manual_seed(0)
     model, batch = StatesModel(tokens, hidden, vocab, dtype, device), make_batch(tokens, vocab, device)
-    peak: float | None
-    seconds: float | None
+    run = partial(full, model, batch) if chunk is None else partial(chunked, model, batch, chunk)
+    peak: float | None = None
+    seconds: float | None = None
     try:
-        peak, seconds = measure(lambda: full(model, batch) if chunk is None else chunked(model, batch, chunk), device)
+        if device.type == "cuda":
+            peak, seconds = on_gpu(run, device)
+        else:
+            peak = on_cpu(run)
     except torch.OutOfMemoryError:
-        peak = seconds = None
-    del model, batch
+        pass
+    del run, model, batch
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Point(method, tokens, vocab, chunk, peak, seconds, tokens * vocab * 4 / MIB)
+    return Point("full" if chunk is None else "chunked", tokens, vocab, chunk, peak, seconds, tokens * vocab * 4 / MIB)
 
 
 def sweep(options: argparse.Namespace, device: torch.device) -> list[Point]:
     """Both sweeps; the largest vocabulary is the one of the first."""
-    dtype, vocab = getattr(torch, options.dtype), max(options.vocab)
-    points = []
-    take(
-        "chunked", min(options.tokens), min(options.vocab), options.chunks[0], options.hidden, dtype, device
-    )  # warm-up
-    for tokens in options.tokens:
-        for chunk in (None, *options.chunks):
-            method = "full" if chunk is None else "chunked"
-            points.append(take(method, tokens, vocab, chunk, options.hidden, dtype, device))
-    for size in options.vocab:
-        if size != vocab:
-            for chunk in options.chunks:
-                points.append(take("chunked", max(options.tokens), size, chunk, options.hidden, dtype, device))
-    return points
+    dtype, vocab, most = getattr(torch, options.dtype), max(options.vocab), max(options.tokens)
+    wanted = [(tokens, vocab, chunk) for tokens in options.tokens for chunk in (None, *options.chunks)]
+    wanted += [(most, size, chunk) for size in options.vocab if size != vocab for chunk in options.chunks]
+    for chunk in (None, options.chunks[0]):  # libraries take their own memory on first use
+        take(min(options.tokens), min(options.vocab), chunk, options.hidden, dtype, device)
+    return [take(*sizes, options.hidden, dtype, device) for sizes in wanted]
 
 
 def label(point: Point) -> str:
@@ -169,17 +181,20 @@ def mib(value: float | None) -> str:
 
 def print_points(points: list[Point], title: str) -> None:
     """Prints one line per point."""
+    timed = any(point.seconds is not None for point in points)
     table = Table(title=title)
-    for name in ("tokens", "vocabulary", "method", "peak memory", "of full float32 logits", "forward + backward"):
+    names = ["tokens", "vocabulary", "method", "peak memory", "of full float32 logits"]
+    for name in names + ["forward + backward"] * timed:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    previous = None
+    previous = points[0]
     for point in points:
-        if previous is not None and (previous.tokens, previous.vocab) != (point.tokens, point.vocab):
+        if (previous.tokens, previous.vocab) != (point.tokens, point.vocab):
             table.add_section()
         previous = point
         ratio = "-" if point.peak_mib is None else f"{100 * point.peak_mib / point.logits_mib:.0f} %"
         seconds = "-" if point.seconds is None else f"{1000 * point.seconds:.0f} ms"
-        table.add_row(f"{point.tokens:,}", f"{point.vocab:,}", label(point), mib(point.peak_mib), ratio, seconds)
+        cells = [f"{point.tokens:,}", f"{point.vocab:,}", label(point), mib(point.peak_mib), ratio]
+        table.add_row(*cells, *([seconds] * timed))
     console = Console()
     (console if console.is_terminal else Console(width=110)).print(table)
 
@@ -189,14 +204,14 @@ def draw(points: list[Point], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     vocab, tokens = max(point.vocab for point in points), max(point.tokens for point in points)
     for name in dict.fromkeys(label(point) for point in points):
         line = [point for point in points if label(point) == name and point.vocab == vocab and point.peak_mib]
         style = {"color": "#222222", "linestyle": "--"} if name == "full logits" else {}
-        left.plot([point.tokens for point in line], [point.peak_mib for point in line], "o-", label=name, **style)
+        left.plot([point.tokens for point in line], [point.peak_mib for point in line], marker="o", label=name, **style)
     left.set(xlabel="tokens (batch x length)", title=f"vocabulary {vocab:,}", xscale="log", yscale="log")
     for size in sorted({point.vocab for point in points}):
         line = [
@@ -210,10 +225,14 @@ def draw(points: list[Point], path: Path, title: str) -> None:
     right.set(
         xlabel="chunk (tokens whose logits exist at once)", title=f"{tokens:,} tokens", xscale="log", yscale="log"
     )
-    for axes in (left, right):
+    for axes, values in ((left, {p.tokens for p in points}), (right, {p.chunk for p in points if p.chunk})):
+        axes.set_xticks(sorted(values), [f"{value:,}" for value in sorted(values)])
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.minorticks_off()
         axes.set_ylabel("peak memory (MiB)")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
@@ -234,7 +253,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = options.device.startswith("cuda")
-    options.tokens = sorted(options.tokens or ([2048, 8192, 32768] if on_gpu else [512, 1024, 2048, 4096]))
+    options.tokens = sorted(options.tokens or ([2048, 8192, 32768] if on_gpu else [512, 1024, 2048]))
     options.vocab = sorted(options.vocab or ([32768, 151936] if on_gpu else [4096, 16384]))
     options.chunks = sorted(options.chunks or ([256, 1024, 4096] if on_gpu else [64, 256, 1024]))
     options.hidden = options.hidden or (1536 if on_gpu else 64)

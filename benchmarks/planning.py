@@ -110,15 +110,12 @@ class Plan:
             lines.append("One split tells nothing about the parts that do not scale; measure a second K to see them.")
         if num_devices < 2:
             return lines
-        best, free = self.best(num_devices), self.formula(num_devices)
-        steps = {engines: self.step_s(num_devices, engines) for engines in range(1, num_devices // 2 + 1)}
-        lines.append(
-            f"On {num_devices} devices choose K={best}: predicted "
-            + ", ".join(f"{seconds:.3g} s with K={engines}" for engines, seconds in steps.items())
-            + "."
-        )
+        most, free = num_devices // 2, self.formula(num_devices)
+        steps = {engines: self.step_s(num_devices, engines) for engines in range(1, most + 1)}
+        predicted = ", ".join(f"{seconds:.3g} s with K={engines}" for engines, seconds in steps.items())
+        lines.append(f"On {num_devices} devices choose K={self.best(num_devices)}: predicted {predicted}.")
         reason = f"If everything scaled, the best K would be N sqrt(G)/(sqrt(G)+sqrt(R)) = {free:.1f}"
-        if free > num_devices // 2:
-            reason += f"; K is at most {num_devices // 2}, because each engine lives inside a training rank"
+        if most == 1 or free > most:
+            reason += f"; K is at most {most} here, because each engine lives inside a training rank"
         lines.append(reason + ".")
         return lines

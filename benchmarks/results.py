@@ -126,7 +126,7 @@ def draw(rows: Sequence[Row], path: Path, subtitle: str) -> None:
             value = row[name] or 0.0
             axes.barh(place, value, left=start, color=COLOURS[name], label=label if place == 0 else None, height=0.6)
             if value > 0.08 * longest:
-                axes.text(start + value / 2, place, f"{value:.2g}" if value < 10 else f"{value:.1f}", **INSIDE)
+                axes.text(start + value / 2, place, f"{value:.1f}" if value >= 1 else f"{value:.2g}", **INSIDE)
             start += value
         axes.text(start + 0.01 * longest, place, f"{seconds(row, 'step_s')} s", va="center", fontweight="bold")
     axes.set_yticks(range(len(shown)), [title(row) for row in shown])

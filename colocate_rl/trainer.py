@@ -1,6 +1,5 @@
 """`GRPOTrainer`: the order of things. What each thing does lives in the rooms below."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import datasets
 import torch
 from accelerate.utils import set_seed
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -19,9 +17,8 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from colocate_rl import engines, preflight, settings
+from colocate_rl import engines, loaders, preflight, settings
 from colocate_rl.collectives import Collectives
-from colocate_rl.completions import CompletionLog
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
 from colocate_rl.metrics import MetricBuffer, PhaseClock
@@ -30,13 +27,11 @@ from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.rewards import RewardFunction
-from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
+from colocate_rl.runlog import RunLog
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class GRPOTrainer(Trainer):
@@ -120,7 +115,7 @@ class GRPOTrainer(Trainer):
         super().__init__(
             model=policy,
             args=args,
-            data_collator=_as_list,  # type: ignore[arg-type]  # rows stay rows until they are a rollout
+            data_collator=loaders.as_list,  # type: ignore[arg-type]  # rows stay rows until they are a rollout
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
@@ -132,8 +127,9 @@ class GRPOTrainer(Trainer):
         if self.ref_model is not None:
             nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
-        self._clock = PhaseClock(_synchronizer(args.device))
-        self._metrics = MetricBuffer()
+        clock = PhaseClock(_synchronizer(args.device))
+        names = checked.rewards.names
+        self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
         self._objective = Objective(
             settings=settings.loss_settings(args),
             temperature=args.temperature,
@@ -141,14 +137,12 @@ class GRPOTrainer(Trainer):
             autocast=self.accelerator.autocast,
         )
         self._build_engines(checked)
-        self.completion_log = CompletionLog(args.generation_batch_size or 1, checked.rewards.names)
         self._buffer: list[RolloutBatch] = []
         self._micro_step = 0
         self._rollouts_in_step = 0
         self._step_of_last_rollout = -1
         self._micro_steps_since_update = 0
         self._tokens_per_micro_batch = 1.0
-        self._engine_seconds = [0.0] * self.placement.num_engines
 
     def _build_engines(self, checked: preflight.Checked) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
@@ -170,7 +164,7 @@ class GRPOTrainer(Trainer):
             checked.rewards,
             self.collectives,
             settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
-            self._clock,
+            self._log.clock,
         )
         probe = Objective(LossSettings(), 1.0, args.logprob_chunk_size, self.accelerator.autocast)
         self.weight_sync = WeightSync(
@@ -186,28 +180,8 @@ class GRPOTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Yields this rank's rows of one generation batch, as often as the batch is used."""
-        args = self.args
-        assert args.generation_batch_size is not None
-        assert args.steps_per_generation is not None
         assert isinstance(self.train_dataset, datasets.Dataset)
-        rows = NumberedRows(self.train_dataset)
-        sampler = RepeatSampler(
-            rows,
-            mini_repeat_count=args.num_generations,
-            batch_size=args.generation_batch_size // args.num_generations,
-            repeat_count=args.micro_batches_per_rollout,
-            shuffle=args.shuffle_dataset,
-            seed=args.data_seed if args.data_seed is not None else args.seed,
-        )
-        self._train_sampler = sampler
-        loader: DataLoader[Row] = DataLoader(
-            rows,
-            batch_size=args.per_device_train_batch_size * args.steps_per_generation,
-            sampler=sampler,
-            collate_fn=_as_list,
-            num_workers=args.dataloader_num_workers,
-            drop_last=True,
-        )
+        loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
         prepared: DataLoader[Row] = self.accelerator.prepare(loader)
         return prepared
 
@@ -218,17 +192,7 @@ class GRPOTrainer(Trainer):
             rows = self.eval_dataset[rows]  # type: ignore[index]
         with self.collectives.failing_together("checking the evaluation set"):
             preflight.check_dataset("eval_dataset", rows)
-        args = self.args
-        assert args.generation_batch_size is not None
-        assert args.num_generations_eval is not None
-        blocks = EvalBlocks(
-            len(rows),
-            args.num_generations_eval,
-            max(1, args.generation_batch_size // args.num_generations_eval),
-            self.collectives.rank,
-            self.collectives.world_size,
-        )
-        return DataLoader(NumberedRows(rows), batch_sampler=blocks, collate_fn=_as_list)
+        return loaders.eval_loader(self.args, rows, self.collectives)
 
     # Training
 
@@ -249,10 +213,10 @@ class GRPOTrainer(Trainer):
         step = self.state.global_step
         self._rollouts_in_step = self._rollouts_in_step + 1 if step == self._step_of_last_rollout else 0
         self._step_of_last_rollout = step
-        with self._clock.phase("sync"):
+        with self._log.clock.phase("sync"):
             self.weight_sync.sync(step)
         seed = engines.engine_seed(args.seed, self._rollouts_in_step, step) if args.vllm_per_request_seeds else None
-        scored, batch, stats = self.rollout.collect(rows, self._metrics, trainer_state=self.state, seed=seed)
+        scored, batch, stats = self.rollout.collect(rows, self._log.metrics, trainer_state=self.state, seed=seed)
         self._note_rollout(scored, batch, stats)
         order = torch.randperm(batch.num_rows).tolist()
         slices = batch.rows(order).split(args.steps_per_generation)
@@ -280,31 +244,10 @@ class GRPOTrainer(Trainer):
         counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         tokens, loss_tokens = self.collectives.sum(counts).tolist()
         self.state.num_input_tokens_seen += tokens
-        self._metrics.latest("num_tokens", self.state.num_input_tokens_seen)
+        self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
         self._tokens_per_micro_batch = loss_tokens / self.collectives.world_size / args.steps_per_generation
-        for stat in stats:
-            name = f"engine/{stat.engine}"
-            self._metrics.total(f"{name}/prompts", stat.num_prompts)
-            self._metrics.total(f"{name}/tokens", stat.num_tokens)
-            self._metrics.total(f"{name}/generate_s", stat.seconds)
-            self._metrics.share(
-                f"{name}/tokens_per_s", torch.tensor(float(stat.num_tokens)), torch.tensor(stat.seconds)
-            )
-            self._engine_seconds[stat.engine] += stat.seconds
-        if args.log_completions:
-            self._note_completions(scored)
-
-    def _note_completions(self, scored: Scored) -> None:
-        codec = self.rollout.codec
-        mine = (
-            [codec.prompt_text(row["prompt"]) for row in scored.rows],
-            [codec.text(completion.token_ids) for completion in scored.completions],
-            scored.rewards.tolist(),
-            scored.advantages.tolist(),
-            scored.extras,
-        )
-        for prompts, completions, rewards, advantages, extras in self.collectives.gather_objects(mine):
-            self.completion_log.add(prompts, completions, rewards, advantages, extras)
+        self._log.note_engines(stats)
+        self._log.note_completions(scored, self.rollout.codec)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -318,7 +261,7 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
         position, batch = inputs
         policy = self.accelerator.unwrap_model(model)
-        loss, logprobs = self._objective.loss(model, policy, batch, self._tokens_per_micro_batch, self._metrics)
+        loss, logprobs = self._objective.loss(model, policy, batch, self._tokens_per_micro_batch, self._log.metrics)
         if batch.old_logprobs is None and self.args.num_iterations > 1:
             self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
         return loss
@@ -369,35 +312,18 @@ class GRPOTrainer(Trainer):
         """Adds the figures since the last log; also appends them to ``metrics.jsonl`` in the output folder."""
         is_eval = any(name.startswith("eval_") for name in logs)
         if not is_eval:
-            logs = {**logs, **self._metrics.flush(self.collectives)}  # type: ignore[dict-item]
+            logs = {**logs, **self._log.metrics.flush(self.collectives)}  # type: ignore[dict-item]
         super().log(logs, start_time)
-        if not self.is_world_process_zero():
-            return
-        folder = Path(self.args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / METRICS_FILE).open("a") as lines:
-            lines.write(json.dumps({"step": self.state.global_step, **logs}) + "\n")
-        if self.args.log_completions and not is_eval:
-            self.completion_log.flush(
-                self.state.global_step,
-                folder / "completions",
-                num_to_print=self.args.num_completions_to_print,
-                unique_prompts=self.args.log_unique_prompts,
-                console=Console(),
-            )
+        if self.is_world_process_zero():
+            self._log.write(self.state.global_step, logs, with_completions=not is_eval)
 
-    def note_step_time(self) -> None:
-        """Logs how long the optimizer step took, phase by phase, and how idle each side was."""
-        total, phases = self._clock.lap()
-        others = {name: phases.get(name, 0.0) for name in ("generate", "score", "sync")}
-        train = max(total - sum(others.values()), 0.0)
-        self._metrics.mean("step_time", total)
-        for name, seconds in {**others, "train": train}.items():
-            self._metrics.mean(f"time/{name}_s", seconds)
-        busy = sum(self._engine_seconds) / len(self._engine_seconds) + others["sync"]
-        self._metrics.mean("time/idle_train", 1 - train / total)
-        self._metrics.mean("time/idle_generate", max(0.0, 1 - busy / total))
-        self._engine_seconds = [0.0] * len(self._engine_seconds)
+    def begin_step(self) -> None:
+        """Starts the clock of an optimizer step."""
+        self._log.clock.restart()
+
+    def end_step(self) -> None:
+        """Logs the step that has just ended."""
+        self._log.note_step()
         self._micro_steps_since_update = 0
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -450,11 +376,11 @@ class _StepHooks(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts the step's clock."""
-        self._trainer._clock.restart()
+        self._trainer.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stops it."""
-        self._trainer.note_step_time()
+        self._trainer.end_step()
 
 
 def _refuse(**arguments: Any) -> None:
@@ -478,11 +404,6 @@ def _load_models(model: str | PreTrainedModel, args: GRPOConfig) -> tuple[PreTra
         if args.disable_dropout and loaded is not None:
             policies.disable_dropout(loaded)
     return policy, reference
-
-
-def _as_list(rows: list[Any]) -> list[Any]:
-    """A collator that leaves rows alone."""
-    return rows
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist  # noqa: TID251 - the tests make the group that the package finds
 
 STORE_TIMEOUT_S = 60.0
-GRACE_S = 5.0
+GRACE_S = 3.0
 """How long the other ranks may still answer once one has failed: they probably wait for it in a collective."""
 
 

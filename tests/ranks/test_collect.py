@@ -162,9 +162,7 @@ def expected_advantages(rows: Sequence[Row], completions: Sequence[Completion], 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
-def test_ranks_compare_as_one_process_would(
-    ranks: Callable[[int], Ranks], sizes: tuple[int, ...], scale: str
-) -> None:
+def test_ranks_compare_as_one_process_would(ranks: Callable[[int], Ranks], sizes: tuple[int, ...], scale: str) -> None:
     parts = cut(ROWS, sizes)
     results: list[Collected] = ranks(len(sizes)).run(collect_on_rank, parts, 2, scale, False)
     completions = expected_completions(ROWS)
@@ -202,7 +200,9 @@ def test_rewards_see_rows_with_their_columns(ranks: Callable[[int], Ranks], size
         }
         assert result.scored.extras == {"seen tag": [row["tag"][0] for row in rows]}
         lengths = [float(len(completion.token_ids)) for completion in mine]
-        wanted = [[*by_tokens([list(c.token_ids)], [row["answer"]]), n] for c, row, n in zip(mine, rows, lengths, strict=True)]
+        wanted = [
+            [*by_tokens([list(c.token_ids)], [row["answer"]]), n] for c, row, n in zip(mine, rows, lengths, strict=True)
+        ]
         for got, (tokens, length) in zip(result.scored.rewards.tolist(), wanted, strict=True):
             assert got[0] == pytest.approx(tokens, abs=1e-5)
             assert got[1] == length or (math.isnan(got[1]) and length == 0)
@@ -318,9 +318,7 @@ def test_a_reward_that_raises_on_one_rank_ends_all(ranks: Callable[[int], Ranks]
         ("nan", "returned nan for row 7"),
     ],
 )
-def test_a_reward_of_the_wrong_shape_on_one_rank_ends_all(
-    ranks: Callable[[int], Ranks], kind: str, words: str
-) -> None:
+def test_a_reward_of_the_wrong_shape_on_one_rank_ends_all(ranks: Callable[[int], Ranks], kind: str, words: str) -> None:
     results = ranks(3).run(collect_failing, cut(ROWS, (8, 8, 8)), {2: kind})
     assert [raised.kind for raised, _ in results] == ["PeerError", "PeerError", "RewardError"]
     assert f"'reward' {words}" in results[2][0].message

@@ -168,9 +168,7 @@ LOSES_THE_CAUSE = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize(
-    "failing", [0, pytest.param(1, marks=LOSES_THE_CAUSE), pytest.param(2, marks=LOSES_THE_CAUSE)]
-)
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=LOSES_THE_CAUSE), pytest.param(2, marks=LOSES_THE_CAUSE)])
 def test_nested_blocks_that_fail_in_the_inner_one_show_the_cause(ranks: Callable[[int], Ranks], failing: int) -> None:
     results = ranks(3).run(fail_nested, failing, False)
     kinds = [raised.kind for raised, _ in results]

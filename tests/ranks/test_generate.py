@@ -175,9 +175,7 @@ def test_work_is_even_and_one_call_each(
         first_shard = reports[rank - rank % num_shards]
         assert [call.requests for call in reports[rank].calls] == [call.requests for call in first_shard.calls]
         assert all(call.requests and call.sampling == SAMPLING for call in reports[rank].calls)
-    requests = [
-        [request for call in report.calls for request in call.requests] for report in leaders(reports, world)
-    ]
+    requests = [[request for call in report.calls for request in call.requests] for report in leaders(reports, world)]
     if len(copies) >= num_engines:
         sizes = [len(mine) for mine in requests]
         assert sum(sizes) == len(copies), "a whole group stays on one engine"
@@ -200,7 +198,12 @@ def test_seeds_of_copies_never_repeat(ranks: Callable[[int], Ranks], batches: Ba
     for seed in (SEED, SEED + 1):
         reports, _ = run(ranks, (3, 3, 1), batches, seed)
         requests = [request for report in reports for call in report.calls for request in call.requests]
-        used = [request.seed + copy for request in requests if request.seed is not None for copy in range(request.num_completions)]
+        used = [
+            request.seed + copy
+            for request in requests
+            if request.seed is not None
+            for copy in range(request.num_completions)
+        ]
         assert len(used) == len(set(used)) == sum(merged(batches).values())
     assert request_seed(SEED, 5) != request_seed(SEED + 1, 5)
 

@@ -57,6 +57,7 @@ def snapshot() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "frozen objects": gc.get_freeze_count(),
+        "exception hook": id(sys.excepthook),
         "folder": str(Path.cwd()),
         "initialized": dist.is_initialized(),
     }
@@ -98,6 +99,7 @@ def disturb(folder: Path, *, make_groups: bool = True) -> None:
         signal.signal(number, signal.SIG_IGN)
     torch.set_default_dtype(torch.bfloat16)
     torch.set_float32_matmul_precision("high")
+    sys.excepthook = lambda kind, value, trace: None
     gc.freeze()
 
 
@@ -174,7 +176,7 @@ def on_rank(case: Case, num_hosts: int, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def detail_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def level_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Three ranks at one debug level of torch.distributed."""
     group = Ranks(3, tmp_path_factory.mktemp("isolation"), {"TORCH_DISTRIBUTED_DEBUG": request.param})
     yield group
@@ -243,8 +245,8 @@ def test_inside_is_a_world_of_its_own_alone(alone: None, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
-def test_inside_is_a_world_of_its_own(detail_ranks: Ranks, num_hosts: int, tmp_path: Path) -> None:
-    results = detail_ranks.run(on_rank, look_inside, num_hosts, tmp_path)
+def test_inside_is_a_world_of_its_own(level_ranks: Ranks, num_hosts: int, tmp_path: Path) -> None:
+    results = level_ranks.run(on_rank, look_inside, num_hosts, tmp_path)
     assert results == [INSIDE] * num_hosts + [None] * (3 - num_hosts)
 
 
@@ -265,14 +267,12 @@ def disturbed(folder: Path, *, fail: bool) -> list[str]:
     process = PrivateProcess(None, {"ENGINE_ONLY": "yes"})
     changed: list[str] = []
     for number in range(3):
-        hook = sys.excepthook
         before = snapshot()
         with contextlib.suppress(ZeroDivisionError), process.entered():
             disturb(folder, make_groups=number == 0)
             if fail:
                 raise ZeroDivisionError
         changed += [f"{number}: {name}" for name in changes(before, snapshot())]
-        sys.excepthook = hook
     return changed
 
 
@@ -283,8 +283,8 @@ def test_afterwards_all_is_as_before_alone(alone: None, tmp_path: Path, leave: C
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
 @pytest.mark.parametrize("leave", [leave_normally, leave_by_exception])
-def test_afterwards_all_is_as_before(detail_ranks: Ranks, num_hosts: int, leave: Case, tmp_path: Path) -> None:
-    results = detail_ranks.run(on_rank, leave, num_hosts, tmp_path)
+def test_afterwards_all_is_as_before(level_ranks: Ranks, num_hosts: int, leave: Case, tmp_path: Path) -> None:
+    results = level_ranks.run(on_rank, leave, num_hosts, tmp_path)
     assert results == [[]] * num_hosts + [None] * (3 - num_hosts)
 
 
@@ -310,23 +310,12 @@ def test_the_comparison_sees_every_disturbance(tmp_path: Path) -> None:
         changed = changes(before, snapshot())
     expected = {
         "environment", "python random", "numpy random", "torch random", "threads", "set_num_threads", "root level",
-        "root handlers", "logging disabled", "signals", "default dtype", "matmul precision", "frozen objects",
+        "root handlers", "logging disabled", "signals", "exception hook", "default dtype", "matmul precision",
+        "frozen objects",
     }  # fmt: skip
     if len(os.sched_getaffinity(0)) > 1:
         expected.add("affinity")
     assert set(changed) == expected
-
-
-def hook_stays(folder: Path) -> bool:
-    process, hook = PrivateProcess(None, {}), sys.excepthook
-    with process.entered():
-        make_private_world(folder)
-    return sys.excepthook is hook
-
-
-@pytest.mark.xfail(reason="isolation: init_process_group inside wraps sys.excepthook, which is not put back")
-def test_the_exception_hook_is_put_back(alone: None, tmp_path: Path) -> None:
-    assert on_rank(hook_stays, 1, tmp_path)
 
 
 def groups_afterwards(num_hosts: int, folder: Path) -> list[float]:
@@ -348,8 +337,8 @@ def groups_afterwards(num_hosts: int, folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
-def test_the_trainers_later_groups_work(detail_ranks: Ranks, num_hosts: int, tmp_path: Path) -> None:
-    results = detail_ranks.run(groups_afterwards, num_hosts, tmp_path)
+def test_the_trainers_later_groups_work(level_ranks: Ranks, num_hosts: int, tmp_path: Path) -> None:
+    results = level_ranks.run(groups_afterwards, num_hosts, tmp_path)
     assert results == [[111.0, 111.0, 101.0, 111.0], [111.0, 111.0, 111.0], [111.0, 111.0, 101.0, 111.0]]
 
 
@@ -372,8 +361,8 @@ def world_after_the_end(num_hosts: int, folder: Path) -> tuple[float, list[str]]
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
-def test_an_engine_that_ends_leaves_the_trainers_world(detail_ranks: Ranks, num_hosts: int, tmp_path: Path) -> None:
-    assert detail_ranks.run(world_after_the_end, num_hosts, tmp_path) == [(3.0, [])] * 3
+def test_an_engine_that_ends_leaves_the_trainers_world(level_ranks: Ranks, num_hosts: int, tmp_path: Path) -> None:
+    assert level_ranks.run(world_after_the_end, num_hosts, tmp_path) == [(3.0, [])] * 3
 
 
 def names_after_the_end(folder: Path, again: bool) -> bool:
@@ -444,8 +433,8 @@ def test_two_streams_of_random_numbers(alone: None, tmp_path: Path) -> None:
     assert len(set(engine)) == 6
 
 
-def test_two_streams_of_random_numbers_on_ranks(detail_ranks: Ranks, tmp_path: Path) -> None:
-    for trainer, trainer_alone, engine, engine_alone in detail_ranks.run(on_rank, streams, 3, tmp_path):
+def test_two_streams_of_random_numbers_on_ranks(level_ranks: Ranks, tmp_path: Path) -> None:
+    for trainer, trainer_alone, engine, engine_alone in level_ranks.run(on_rank, streams, 3, tmp_path):
         assert trainer == trainer_alone
         assert engine == engine_alone
 
@@ -517,16 +506,15 @@ def nested(folder: Path) -> tuple[list[str], bool, list[str]]:
     """An entry inside an entry, which fails: still inside afterwards, and all is as before after the outer one."""
     prepare()
     process = PrivateProcess(None, {"ENGINE_ONLY": "yes"})
-    hook, before = sys.excepthook, snapshot()
+    before = snapshot()
     with process.entered():
         disturb(folder)
         middle = snapshot()
         with contextlib.suppress(ZeroDivisionError), process.entered():
             torch.rand(())
             raise ZeroDivisionError
-        inner = changes(middle, snapshot())
+        inner = [name for name in changes(middle, snapshot()) if name != "frozen objects"]  # some die meanwhile
         still_inside = dist.get_world_size() == 1 and "RANK" not in os.environ and os.environ["ENGINE_ONLY"] == "yes"
-    sys.excepthook = hook
     return inner, still_inside, changes(before, snapshot())
 
 
@@ -537,21 +525,20 @@ def test_a_nested_entry_changes_nothing_more_alone(alone: None, tmp_path: Path) 
     assert on_rank(nested, 1, tmp_path) == NESTED
 
 
-def test_a_nested_entry_changes_nothing_more(detail_ranks: Ranks, tmp_path: Path) -> None:
-    assert detail_ranks.run(on_rank, nested, 2, tmp_path) == [NESTED, NESTED, None]
+def test_a_nested_entry_changes_nothing_more(level_ranks: Ranks, tmp_path: Path) -> None:
+    assert level_ranks.run(on_rank, nested, 2, tmp_path) == [NESTED, NESTED, None]
 
 
 def two_engines(folder: Path) -> tuple[list[tuple[int, bool]], list[str]]:
     """Two engines in one process, in turns, do not see each other."""
     prepare()
     processes = [PrivateProcess(None, {"NUMBER": str(number)}) for number in range(2)]
-    hook, before, seen = sys.excepthook, snapshot(), []
+    before, seen = snapshot(), []
     with processes[0].entered():
         make_private_world(folder)
     for process in processes:
         with process.entered():
             seen.append((int(os.environ["NUMBER"]), dist.is_initialized()))
-    sys.excepthook = hook
     return seen, changes(before, snapshot())
 
 

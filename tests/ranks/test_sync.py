@@ -49,17 +49,15 @@ class Step:
     """The engine's weights are the policy's, bit for bit."""
 
 
-def build(num_engines: int, *, limit: float, error: float = 0.0, fault_on: dict[int, Fault] | None = None) -> tuple[
-    WeightSync, ScriptedEngine | None, torch.nn.Module
-]:
+def build(
+    num_engines: int, *, limit: float, error: float = 0.0, fault_on: dict[int, Fault] | None = None
+) -> tuple[WeightSync, ScriptedEngine | None, torch.nn.Module]:
     collectives = Collectives(torch.device("cpu"))
     placement = Placement.on_cpu(num_ranks=collectives.world_size, num_engines=num_engines, num_cores=64)
     shard = placement.shard_of(collectives.rank)
     engine = None
     if shard is not None:
-        engine = ScriptedEngine(
-            shard.engine, fault=(fault_on or {}).get(collectives.rank), logprob_error=error
-        )
+        engine = ScriptedEngine(shard.engine, fault=(fault_on or {}).get(collectives.rank), logprob_error=error)
     policy = small_policy()
     sync = WeightSync(engine, policy, collectives, policy_logprobs, vocab_size=VOCAB, gap_limit=limit)
     return sync, engine, policy
@@ -192,6 +190,10 @@ def sync_with_fault(fault: Fault) -> list[object]:
 def test_an_engine_that_failed_is_not_taken_for_synced(ranks: Callable[[int], Ranks], fault: Fault) -> None:
     results = ranks(3).run(sync_with_fault, fault)
     for attempt in (0, 1):
-        assert [getattr(result[attempt], "kind", None) for result in results] == ["PeerError", "RuntimeError", "PeerError"]
+        assert [getattr(result[attempt], "kind", None) for result in results] == [
+            "PeerError",
+            "RuntimeError",
+            "PeerError",
+        ]
     assert [result[2] for result in results] == [True] * 3
     assert all(result[3] for result in results)

@@ -1,0 +1,57 @@
+"""The loaders that feed rows to a rank: generation batches in training, every row once in evaluation."""
+
+from typing import Any
+
+import datasets
+from torch.utils.data import DataLoader
+
+from colocate_rl.collectives import Collectives
+from colocate_rl.config import GRPOConfig
+from colocate_rl.rollout.collect import Row
+from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
+
+
+def as_list(rows: list[Any]) -> list[Any]:
+    """A collator that leaves rows alone: they stay rows until they are a rollout."""
+    return rows
+
+
+def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[Row], RepeatSampler]:
+    """The loader of all ranks' rows (accelerate gives each its part), and its sampler.
+
+    It yields one generation batch after the other, each as often as it is used, in batches of one rank's share.
+    """
+    assert args.generation_batch_size is not None
+    assert args.steps_per_generation is not None
+    numbered = NumberedRows(rows)
+    sampler = RepeatSampler(
+        numbered,
+        mini_repeat_count=args.num_generations,
+        batch_size=args.generation_batch_size // args.num_generations,
+        repeat_count=args.micro_batches_per_rollout,
+        shuffle=args.shuffle_dataset,
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+    )
+    loader: DataLoader[Row] = DataLoader(
+        numbered,
+        batch_size=args.per_device_train_batch_size * args.steps_per_generation,
+        sampler=sampler,
+        collate_fn=as_list,
+        num_workers=args.dataloader_num_workers,
+        drop_last=True,
+    )
+    return loader, sampler
+
+
+def eval_loader(args: GRPOConfig, rows: datasets.Dataset, collectives: Collectives) -> DataLoader[Row]:
+    """The loader of this rank's share of the evaluation rows, each (prompt, copy) on exactly one rank."""
+    assert args.generation_batch_size is not None
+    assert args.num_generations_eval is not None
+    blocks = EvalBlocks(
+        len(rows),
+        args.num_generations_eval,
+        max(1, args.generation_batch_size // args.num_generations_eval),
+        collectives.rank,
+        collectives.world_size,
+    )
+    return DataLoader(NumberedRows(rows), batch_sampler=blocks, collate_fn=as_list)

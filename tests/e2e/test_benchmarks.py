@@ -1,0 +1,102 @@
+"""The benchmarks run on a machine without a GPU, and what they write says what it should."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import logprob_memory
+from benchmarks.planning import Law, Plan
+from benchmarks.processes import REPOSITORY
+from benchmarks.work import Work, WorkError, make_prompts, make_tokenizer
+
+pytestmark = pytest.mark.e2e
+
+ROW_KEYS = {
+    "system", "num_vllm_gpus", "overlap", "step_s", "generate_s", "score_s", "train_s", "sync_s", "idle_train",
+    "idle_generate", "tokens_per_s", "samples_per_s_per_gpu", "logprob_gap", "memory",
+}  # fmt: skip
+
+
+def compare_splits(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/compare_splits.py", "--model", "tiny", "--num-processes", "2"]
+    command += ["--output", str(folder / "out"), "--models", str(folder / "models"), *flags]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=420)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+def test_compare_splits_measures_two_splits_and_survives_a_third(tmp_path):
+    sizes = "--prompts 4 --generations 4 --prompt-tokens 8 --new-tokens 8 --steps 3 --warmup-steps 1".split()
+    done = compare_splits(tmp_path, "--num-vllm-gpus", "1", "2", "3", *sizes)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {"machine", "versions", "command", "work", "rows"} <= results.keys()
+    first, second, third = results["rows"]
+    for row, engines in ((first, 1), (second, 2)):
+        assert row["error"] is None
+        assert row.keys() >= ROW_KEYS
+        assert (row["system"], row["num_vllm_gpus"], row["overlap"]) == ("colocate_rl", engines, "none")
+        assert row["step_s"] > row["generate_s"] > 0
+        assert row["logprob_gap"] < 1e-3
+        assert [record["sampled_tokens"] for record in row["records"]] == [4 * 4 * 8] * 3
+        assert len(row["records"][0]["engine_generate_s"]) == engines
+    assert "num_vllm_gpus=3" in third["error"]
+    assert "failed [1]" in done.stdout
+    assert "num_vllm_gpus=3" in done.stdout
+    assert (tmp_path / "out" / "splits.png").stat().st_size > 10_000
+
+
+def test_compare_splits_fails_only_when_every_split_failed(tmp_path):
+    done = compare_splits(tmp_path, "--prompts", "3", "--generations", "3")
+    assert done.returncode == 1
+    assert "3 prompts x 3 completions = 9 cannot be shared evenly by 2 training ranks" in done.stdout
+
+
+def test_logprob_memory_grows_with_the_chunk_not_with_the_tokens(tmp_path, capfd):
+    sizes = "--device cpu --hidden 16 --vocab 2048 8192 --tokens 512 2048 --chunks 64 256".split()
+    assert logprob_memory.main([*sizes, "--output", str(tmp_path)]) == 0
+    points = json.loads((tmp_path / "results.json").read_text())["points"]
+    peak = {(point["tokens"], point["vocab"], point["chunk"]): point["peak_mib"] for point in points}
+    assert peak[2048, 8192, None] > 3.5 * peak[512, 8192, None]  # full logits grow with the tokens
+    for chunk in (64, 256):
+        assert peak[2048, 8192, chunk] < 1.2 * peak[512, 8192, chunk]  # these do not
+    assert peak[2048, 8192, 256] > 3 * peak[2048, 8192, 64]  # they grow with the chunk
+    assert peak[2048, 8192, 64] < peak[2048, 8192, None] / 20
+    assert (tmp_path / "logprob_memory.png").stat().st_size > 10_000
+    assert "chunk 256" in capfd.readouterr().out
+
+
+def test_a_step_uses_exactly_the_asked_completions():
+    work = Work(prompts=6, generations=4, micro_batch=5)
+    assert work.rows(1) == (4, 6)
+    assert work.rows(2) == (4, 3)
+    assert work.rows(3) == (4, 2)
+    assert work.rows(8) == (3, 1)
+    with pytest.raises(WorkError, match="24 cannot be shared evenly by 5"):
+        work.rows(5)
+
+
+def test_prompts_have_exactly_the_asked_tokens_and_differ():
+    tokenizer = make_tokenizer()
+    prompts = make_prompts(tokenizer, 20, 33, seed=0)
+    assert len(set(prompts)) == 20
+    assert {len(tokenizer(prompt)["input_ids"]) for prompt in prompts} == {33}
+
+
+def test_the_fit_finds_the_parts_that_do_not_scale():
+    law = Law.fit([(1, 9.0), (2, 5.0), (4, 3.0)])
+    assert (law.fixed, law.per_gpu) == pytest.approx((1.0, 8.0))
+    assert Law.fit([(2, 3.0)]) == Law(0.0, 6.0)
+    assert Law.fit([(1, 2.0), (2, 3.0)]) == Law(2.5, 0.0)  # more GPUs did not help
+
+
+def test_the_choice_of_k_follows_the_formula_up_to_half_of_the_devices():
+    assert Plan(Law(0, 4.0), Law(0, 36.0), 0.0).formula(8) == pytest.approx(2.0)
+    assert Plan(Law(0, 4.0), Law(0, 36.0), 0.0).best(8) == 2
+    assert Plan(Law(0, 90.0), Law(0, 10.0), 0.0).best(8) == 4
+    assert Plan(Law(5.0, 0.0), Law(0, 10.0), 0.0).best(8) == 1  # a second engine would not shorten generation
