@@ -254,7 +254,7 @@ def work_on(arguments: argparse.Namespace) -> None:
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 clock.finish()
 
-        clock = Stopwatch(torch.cuda.synchronize)
+        clock = Stopwatch(torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
         args = GRPOConfig(**settings(arguments, work, num_ranks))
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
         trainer = GRPOTrainer(

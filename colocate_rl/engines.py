@@ -39,7 +39,8 @@ def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Plac
         )
     devices = args.vllm_devices
     assert not isinstance(devices, str)
-    if args.device.type != "cuda":
+    num_gpus = count_gpus(args)
+    if num_gpus is None:
         return Placement.on_cpu(
             num_ranks=num_ranks,
             num_engines=args.num_vllm_gpus,
@@ -50,7 +51,7 @@ def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Plac
     placement = Placement.on_gpus(
         num_ranks=num_ranks,
         num_engines=args.num_vllm_gpus,
-        num_devices=torch.cuda.device_count(),
+        num_devices=num_gpus,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         devices=devices,
     )
@@ -67,6 +68,11 @@ def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Plac
             100 * args.vllm_gpu_memory_utilization,
         )
     return placement
+
+
+def count_gpus(args: GRPOConfig) -> int | None:
+    """GPUs the runtime counts (after CUDA_VISIBLE_DEVICES, however that is written); None when training on the CPU."""
+    return torch.cuda.device_count() if args.device.type == "cuda" else None
 
 
 def available_cores() -> list[int]:

@@ -42,7 +42,7 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
-"""Environment of the launch, unless it is set already: nothing is downloaded, and the table is not buried in notices."""
+"""Environment of the launch, unless it is set already: no download, and a table not buried in notices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,8 @@ def make_model(out: Path, seed: int) -> dict[str, Any]:
         if (facts["recipe_version"], facts["seed"]) == (RECIPE_VERSION, seed):
             return facts
     start = time.perf_counter()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # such small matrices gain nothing from more, and lose much on a busy machine
     torch.manual_seed(seed)
     splits = make_splits(seed)
     tokenizer = make_tokenizer()
@@ -199,6 +201,7 @@ def make_model(out: Path, seed: int) -> dict[str, Any]:
         "num_parameters": model.num_parameters(),
         "seconds": round(time.perf_counter() - start, 1),
     }
+    torch.set_num_threads(num_threads)
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -14,7 +14,7 @@ from tests.tiny import save_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 
-REWARDS = '''
+REWARDS = """
 import os
 
 RANK = int(os.environ.get("RANK", 0))
@@ -46,7 +46,7 @@ if os.environ.get("BREAK_ENGINE_ON_RANK") == str(RANK):
         raise OSError("the engine's own mistake")
 
     VllmEngine.generate = broken
-'''
+"""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def compare_splits(folder: Path, *flags: str) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_compare_splits_measures_two_splits_and_survives_a_third(tmp_path):
-    sizes = "--prompts 4 --generations 4 --prompt-tokens 8 --new-tokens 8 --steps 3 --warmup-steps 1".split()
+    sizes = shlex.split("--prompts 4 --generations 4 --prompt-tokens 8 --new-tokens 8 --steps 3 --warmup-steps 1")
     done = compare_splits(tmp_path, "--num-vllm-gpus", "1", "2", "3", *sizes)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -58,7 +59,7 @@ def test_compare_splits_fails_only_when_every_split_failed(tmp_path):
 
 
 def test_logprob_memory_grows_with_the_chunk_not_with_the_tokens(tmp_path, capfd):
-    sizes = "--device cpu --hidden 16 --vocab 2048 8192 --tokens 512 2048 --chunks 64 256".split()
+    sizes = shlex.split("--device cpu --hidden 16 --vocab 2048 8192 --tokens 512 2048 --chunks 64 256")
     assert logprob_memory.main([*sizes, "--output", str(tmp_path)]) == 0
     points = json.loads((tmp_path / "results.json").read_text())["points"]
     peak = {(point["tokens"], point["vocab"], point["chunk"]): point["peak_mib"] for point in points}

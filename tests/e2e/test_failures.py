@@ -11,7 +11,7 @@ def test_a_reward_that_raises_on_one_rank_ends_both(launcher: Launcher) -> None:
     done = launcher(2, **{"reward-funcs": "rewards:fails_on_rank_1"})
     assert done.status != 0
     assert done.seconds < 120  # start-up included
-    assert done.text.count("KeyError: \"the reward's own mistake\"") == 1
+    assert done.text.count('KeyError: "the reward\'s own mistake"') == 1
     assert done.text.count("in fails_on_rank_1") == 1
     assert "rank 0 stops because rank 1 failed while scoring completions (KeyError)" in done.text
 

@@ -18,6 +18,9 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
     "more shards than ranks": ({"vllm_tensor_parallel_size": 4}, ["vllm_tensor_parallel_size=4", "--num_processes"]),
     "device twice": ({"num-vllm-gpus": "W", "vllm_devices": "0,0"}, ["vllm_devices", "0"]),
     "device out of range": ({"num-vllm-gpus": 1, "vllm_devices": "999"}, ["999", "counts"]),
+    "too many processes": ({"gpus": "W"}, ["Too many processes", "GPU(s) are visible", "--num_processes"]),
+    "too few processes": ({"gpus": 8}, ["Too few processes", "idle", "accelerate launch --num_processes 7"]),
+    "training GPU without a share": ({"gpus": 2, "vllm_devices": "0"}, ["GPU 0", "vllm_gpu_memory_utilization"]),
     "indivisible batch": ({"num_generations": 3}, ["num_generations=3", "multiple", "valid"]),
     "one completion": ({"num_generations": 1}, ["num_generations is 1", "at least 2"]),
     "unknown reward module": ({"reward-funcs": "nowhere:f"}, ["nowhere", "--reward-funcs"]),
@@ -29,7 +32,10 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
     "folder without model": ({"model": "."}, ["config.json"]),
     "too few prompts": ({"per_device_train_batch_size": 400}, ["40 prompt(s)", "generation_batch_size"]),
     "no room for a prompt": ({"vllm_max_model_length": 8}, ["max_completion_length=8", "vllm_max_model_length=8"]),
-    "prompt too long": ({"vllm_max_model_length": 9, "max_completion_length": 5, "dataset": "long.jsonl"}, ["row 1", "9"]),
+    "prompt too long": (
+        {"vllm_max_model_length": 9, "max_completion_length": 5, "dataset": "long.jsonl"},
+        ["row 1", "9"],
+    ),
     "window beyond the model": ({"vllm_max_model_length": 4096}, ["4096", "128"]),
     "unknown loss": ({"loss_type": "ppo"}, ["'ppo'", "dr_grpo"]),
     "unknown flag": ({"num_generatoins": 4}, ["--num_generatoins", "--num_generations"]),
@@ -46,7 +52,8 @@ def test_every_wrong_launch_says_what_to_change(launcher: Launcher, num_ranks: i
     for name, (changes, _) in CASES.items():
         changes = {"num-vllm-gpus": 1, **changes}
         changes = {flag: num_ranks if value == "W" else value for flag, value in changes.items()}
-        cases[name] = launcher.flags(**changes)
+        gpus = changes.pop("gpus", None)
+        cases[name] = ([] if gpus is None else ["--gpus", str(gpus)]) + launcher.flags(**changes)
     (launcher.folder / "cases.json").write_text(json.dumps(cases))
     start = [sys.executable]
     if num_ranks > 1:

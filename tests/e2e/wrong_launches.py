@@ -8,11 +8,20 @@ import sys
 import time
 from pathlib import Path
 
+from colocate_rl import engines
 from colocate_rl.grpo import main
+
+count_gpus = engines.count_gpus
 
 
 def call(flags: list[str]) -> dict[str, object]:
+    """One call; ``--gpus N`` in front lets the machine count N GPUs, so that placement is checked as there."""
     err = io.StringIO()
+    engines.count_gpus = count_gpus
+    if flags[0] == "--gpus":
+        number = int(flags[1])
+        engines.count_gpus = lambda args: number
+        flags = flags[2:]
     start, status = time.monotonic(), 0
     try:
         with contextlib.redirect_stderr(err):

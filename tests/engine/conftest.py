@@ -54,7 +54,9 @@ def greedy_by_engine(engine: VllmEngine, requests: list[list[int]], tokens: int 
     return [list(answer[0].token_ids) for answer in answers]
 
 
-def policy_logprobs(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+def policy_logprobs(
+    model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     ids = torch.tensor([prompt + completion])
     with torch.no_grad():
         table = (model(ids).logits.double() / temperature).log_softmax(-1)[0, len(prompt) - 1 : -1]

@@ -24,7 +24,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.engine.two_ranks", str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},  # the strictest level
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -79,7 +79,9 @@ def test_gap_stays_small_and_on_policy_ratio_is_one_at_every_step(ranks: Results
         assert log["sampling/sampling_logp_difference/mean"] <= 1e-3
         assert log["time/generate_s"] >= 0
         assert log["num_tokens"] > 0
-    assert sum(log["time/sync_s"] > 1e-3 for log in logs) == 10  # two passes over each generation batch: one sync for both
+    assert (
+        sum(log["time/sync_s"] > 1e-3 for log in logs) == 10
+    )  # two passes over each generation batch: one sync for both
     first_pass = logs[::2]
     assert all(log["clip_ratio/region_mean"] == 0 for log in first_pass)
 

@@ -1,7 +1,7 @@
-"""Ranks for tests: N processes in one gloo group that stay alive between tests, because importing torch takes seconds.
+"""Ranks for tests: N processes in one gloo group that stay alive between tests, as importing torch takes seconds.
 
-``Ranks.run(function, *arguments)`` calls a module-level function on every rank and returns the results in rank order. An
-exception on any rank becomes one :class:`RankError` with every rank's traceback; a rank that does not answer in time
+``Ranks.run(function, *arguments)`` calls a module-level function on every rank and returns the results in rank order.
+An exception on any rank becomes one :class:`RankError` with every rank's traceback; a rank that does not answer in time
 becomes one too. After either all processes are killed, and the next ``run`` starts new ones.
 """
 
@@ -112,7 +112,7 @@ class Ranks:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures |= {rank: "no answer in time; its stack is on stderr\n" for rank in waiting.values()}
+                failures |= dict.fromkeys(waiting.values(), "no answer in time; its stack is on stderr\n")
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)

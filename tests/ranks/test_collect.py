@@ -233,7 +233,7 @@ def test_the_batch_holds_the_engines_ids_bit_for_bit(
             beyond += any(token >= len(tokenizer()) for token in completion.token_ids)
             empty += not completion.token_ids
             truncated += completion.finish_reason != "stop"
-    assert beyond and empty and truncated, "the script should hold all three kinds"
+    assert min(beyond, empty, truncated) > 0, "the script should hold all three kinds"
 
 
 def test_figures_are_those_of_all_rows(ranks: Callable[[int], Ranks]) -> None:

@@ -262,7 +262,7 @@ def test_flush_joins_names_of_all_ranks(run: Run) -> None:
         expected |= {"z of one": 8.0, "a of one": 9.0, "peak of one": -1.0, "of two": -2.0, "low of two": -4.0}
     for first, second in results:
         assert first == expected
-        assert second == {}
+        assert second == {"latest": 7.0}
 
 
 def flush_with_one_talking() -> dict[str, float | None]:

@@ -225,7 +225,7 @@ def test_a_second_generation_samples_anew(ranks: Callable[[int], Ranks]) -> None
     assert [len(report.calls) for report in second] == [2, 2, 0]
     assert [report.calls[0] for report in second[:2]] == [report.calls[0] for report in first[:2]]
     assert second[0].rows != first[0].rows
-    answers = {}
+    answers: dict[tuple[int, int], Completion] = {}
     keys = iter([(index, copy) for index, copies in merged(batches).items() for copy in range(copies)])
     for report in second[:2]:
         answers |= {next(keys): completion for answer in report.calls[1].answers for completion in answer}

@@ -89,7 +89,7 @@ def disturb(folder: Path, *, make_groups: bool = True) -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
-    torch.set_num_threads = lambda count: None
+    torch.set_num_threads = lambda nthreads: None
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     logging.root.setLevel(logging.CRITICAL)
     logging.root.handlers.clear()
@@ -108,6 +108,7 @@ def make_private_world(folder: Path) -> None:
     assert not dist.is_initialized(), "the trainer's group shows"
     store = dist.FileStore(str(folder / f"private-{os.getpid()}-{random.SystemRandom().random()}"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
     PRIVATE_GROUPS.append(dist.group.WORLD.group_name)
     make_private_group()
 
@@ -486,7 +487,7 @@ def kept_inside(folder: Path) -> tuple[list[int], list[list[int]]]:
         with process.entered():
             if number == 0:
                 torch.set_num_threads(2)
-                torch.set_num_threads = lambda count: None
+                torch.set_num_threads = lambda nthreads: None
                 os.sched_setaffinity(0, {core})
             threads.append(torch.get_num_threads())
             cores.append(sorted(os.sched_getaffinity(0)))
@@ -518,7 +519,7 @@ def nested(folder: Path) -> tuple[list[str], bool, list[str]]:
     return inner, still_inside, changes(before, snapshot())
 
 
-NESTED = (["torch random"], True, [])
+NESTED: tuple[list[str], bool, list[str]] = (["torch random"], True, [])
 
 
 def test_a_nested_entry_changes_nothing_more_alone(alone: None, tmp_path: Path) -> None:

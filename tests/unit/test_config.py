@@ -1,6 +1,7 @@
 """`GRPOConfig`: what is refused and how, what is filled in, and that the command line reaches every setting."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ class TwoRanks(GRPOConfig):
     @property
     def world_size(self) -> int:
         return 2
+
+
+class TwoVisibleGpus(GRPOConfig):
+    """The configuration in one process that sees two GPUs, as TrainingArguments finds them."""
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        self._n_gpu = 2
+        return torch.device("cpu")
 
 
 def make(folder: Path, kind: type[GRPOConfig] = GRPOConfig, **changes: Any) -> GRPOConfig:
@@ -56,6 +66,13 @@ def test_nothing_needs_use_cpu(tmp_path: Path) -> None:
     assert config.device == torch.device("cpu")
     assert config.bf16 is False
     assert config.gradient_checkpointing is False
+
+
+def test_spare_gpus_do_not_make_data_parallel(tmp_path: Path) -> None:
+    """B5: the GPUs beside the first belong to engines; the batch of the one process does not double."""
+    config = make(tmp_path, TwoVisibleGpus)
+    assert config.n_gpu == 1
+    assert config.train_batch_size == config.per_device_train_batch_size == 8
 
 
 def test_chosen_values_are_kept(tmp_path: Path) -> None:
