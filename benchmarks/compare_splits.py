@@ -261,6 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
 def report(results: dict[str, Any], work: Work, options: argparse.Namespace, output: Path) -> int:
     """Prints and draws what was measured."""
     rows = results["rows"]
+    rows.sort(key=lambda row: (row["system"] != "colocate_rl", row["system"], row["num_vllm_gpus"]))
     good = [row for row in rows if row["error"] is None]
     plan, sentences = Plan.fit(rows), []
     if plan is not None:

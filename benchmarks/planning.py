@@ -114,6 +114,12 @@ class Plan:
         steps = {engines: self.step_s(num_devices, engines) for engines in range(1, most + 1)}
         predicted = ", ".join(f"{seconds:.3g} s with K={engines}" for engines, seconds in steps.items())
         lines.append(f"On {num_devices} devices choose K={self.best(num_devices)}: predicted {predicted}.")
+        if not generation.per_gpu or not training.per_gpu:
+            side = "train" if generation.per_gpu else "generate"
+            return [
+                *lines,
+                f"More GPUs did not shorten the time to {side} in these runs, so they are better used otherwise.",
+            ]
         reason = f"If everything scaled, the best K would be N sqrt(G)/(sqrt(G)+sqrt(R)) = {free:.1f}"
         if most == 1 or free > most:
             reason += f"; K is at most {most} here, because each engine lives inside a training rank"

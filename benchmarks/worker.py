@@ -85,8 +85,8 @@ def first_error(folder: Path) -> str | None:
     """The message of the rank that failed by itself, if any left one."""
     messages = [path.read_text() for path in sorted(folder.glob("error-*.txt"))]
     own = [message for message in messages if not message.startswith(("PeerError", "SystemExit", "KeyboardInterrupt"))]
-    message = (own or messages or [None])[0]
-    return None if message is None else message.removeprefix("RunError: ")
+    chosen = own or messages
+    return chosen[0].removeprefix("RunError: ") if chosen else None
 
 
 def medians(records: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, float | None]:

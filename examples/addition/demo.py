@@ -136,7 +136,7 @@ def run_demo(out: Path, seed: int, console: Console) -> None:
     write_jsonl(splits.train, out / "train.jsonl")
     write_jsonl(splits.held_out, out / "held_out.jsonl")
     console.print(
-        f"{facts['num_parameters']:,} parameters, warm start {facts['seconds']:.0f} s, held-out accuracy "
+        f"{facts['num_parameters']:,} parameters, held-out accuracy "
         f"{facts['accuracy_sampled']:.1%} sampled, {facts['accuracy_greedy']:.1%} greedy; {len(splits.train)} "
         f"problems to train on, {len(splits.held_out)} held out.",
         soft_wrap=True,

@@ -228,7 +228,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ({"dataset": None}, ["--dataset is missing", "--help"]),
         ({"reward_funcs": None}, ["--reward-funcs is missing", "--help"]),
         ({"model": "./nowhere"}, ["Model folder './nowhere' does not exist", "--model"]),
-        ({"model": "a/b/c"}, ["Model folder 'a/b/c' does not exist"]),
+        ({"model": "a/b/c"}, ["Model folder 'a/b/c' does not exist. Check --model."]),
         ({"dataset": "nowhere.jsonl"}, ["Data set 'nowhere.jsonl' does not exist", "--dataset"]),
         ({"eval_dataset": "./gone"}, ["Data set './gone' does not exist", "--eval-dataset"]),
         ({"reward_funcs": "nowhere:zero"}, ["no module 'nowhere'", "--reward-funcs"]),

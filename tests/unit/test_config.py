@@ -31,8 +31,9 @@ class TwoVisibleGpus(GRPOConfig):
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
+        device: torch.device = super()._setup_devices
         self._n_gpu = 2
-        return torch.device("cpu")
+        return device
 
 
 def make(folder: Path, kind: type[GRPOConfig] = GRPOConfig, **changes: Any) -> GRPOConfig:

@@ -124,6 +124,24 @@ def test_ids_beyond_the_tokenizer_become_nothing() -> None:
     assert codec.text([limit]) == codec.text([]) == ""
 
 
+class StrictTokenizer:
+    """A tokenizer written in Python, which fails on an id it does not know instead of leaving it out."""
+
+    words = ("a", "b", "c")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(self.words[number] for number in ids)
+
+
+def test_ids_beyond_a_tokenizer_that_would_fail_on_them() -> None:
+    codec = PromptCodec(StrictTokenizer())  # type: ignore[arg-type]
+    assert codec.text([2, 3, 0, 500, -1]) == "ca"
+
+
 def test_rewards_get_what_the_prompt_is_like() -> None:
     codec = PromptCodec(bos_tokenizer())
     ids = [*codec.encode("2")[1:], codec.tokenizer.eos_token_id]
