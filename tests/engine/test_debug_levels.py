@@ -1,6 +1,6 @@
 """Process groups work on every rank before, beside and after an engine that only one rank has, at every debug level.
 
-No DistributedDataParallel here: at level DETAIL torch 2.13 for CPU crashes in its constructor, with or without an engine.
+No DistributedDataParallel here: at level DETAIL that of torch 2.13 for CPU crashes, with or without an engine.
 """
 
 import os
