@@ -86,7 +86,8 @@ class _ChunkedStatistics(torch.autograd.Function):
             normaliser[part] = total
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - total
             log_probabilities = logits.sub_(total[:, None])
-            entropy[part] = -log_probabilities.exp().mul_(log_probabilities).sum(-1)  # in place: one chunk fewer at once
+            # In place: one chunk less at once.
+            entropy[part] = -log_probabilities.exp().mul_(log_probabilities).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
         ctx.mark_non_differentiable(entropy)
