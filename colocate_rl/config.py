@@ -31,7 +31,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             self.use_cpu = True  # nothing else exists here, so nobody has to say so
         if self.bf16 is None:
             self.bf16 = has_gpu and not self.fp16 and torch.cuda.is_bf16_supported()
-        self._gradient_checkpointing_is_auto = self.gradient_checkpointing is None
+        self.checkpointing_is_open = self.gradient_checkpointing is None  # the trainer decides once it knows the model
         if self.gradient_checkpointing is None:
             self.gradient_checkpointing = False
         if self.ddp_find_unused_parameters is None:
@@ -52,6 +52,11 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 raise ConfigError(
                     f"vllm_devices={self.vllm_devices!r} is not a list of device numbers such as '2,3'."
                 ) from None
+        for name in options.JSON_OPTIONS:
+            if isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is no JSON object; write it as '{{\"key\": value}}'."
+                )
         spelled = str(self.scale_rewards)  # TRL's booleans are taken too
         self.scale_rewards = {"true": "group", "false": "none"}.get(spelled.lower(), spelled)
         if self.epsilon_high is None:
@@ -102,7 +107,20 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             raise ConfigError(f"num_iterations is {self.num_iterations}; each generation batch is used at least once.")
         if self.logprob_chunk_size < 1:
             raise ConfigError(f"logprob_chunk_size is {self.logprob_chunk_size}; it must be at least 1 token.")
+        self._check_bounds()
         self._check_sampling_correction()
+
+    def _check_bounds(self) -> None:
+        for name, valid, rule in (
+            ("epsilon", self.epsilon >= 0, "at least 0"),
+            ("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "at least 0"),
+            ("delta", self.delta is None or self.delta > 1, "above 1: it bounds a probability ratio from above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
+            ("vllm_max_num_seqs", self.vllm_max_num_seqs is None or self.vllm_max_num_seqs > 0, "at least 1"),
+        ):
+            if not valid:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
 
     def _check_sampling_correction(self) -> None:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

@@ -30,7 +30,7 @@ def load_rows(name: str, split: str, config: str | None = None) -> datasets.Data
         else:
             loaded = datasets.load_dataset(name, config)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"Data set {name!r} could not be read: {error}") from error
+        raise DataError(f"Data set {name!r} could not be read: {str(error) or 'it holds no rows'}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"Data set {name!r} has no split {split!r}; it has {', '.join(loaded)}. Name one of them.")

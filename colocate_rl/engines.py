@@ -137,10 +137,10 @@ def build_engine(
     port = _free_port() if shard is not None and shard.index == 0 else None
     ports = collectives.gather_objects(port)
     engine: Engine | None = None
-    with collectives.failing_together("building engines"):
-        if shard is not None:
-            spec = _engine_spec(args, placement, shard, config, policy_dtype, window, ports)
-            engine = VllmEngine(spec)
+    for first in (True, False):  # engine 0 compiles and fills the cache on disk, from which the others start together
+        with collectives.failing_together("building engines"):
+            if shard is not None and (shard.engine == 0) is first:
+                engine = VllmEngine(_engine_spec(args, placement, shard, config, policy_dtype, window, ports))
     return engine
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
 from colocate_rl.options import SECTIONS, option_fields
@@ -27,7 +27,7 @@ N GPUs, N-K processes, one launch.
 """
 EPILOG = """\
 Every transformers.TrainingArguments setting (--max_steps, --save_steps, --report_to, ...) is accepted too. Flags may be
-written with dashes or underscores. Lists are separated by blanks, dictionaries are JSON.
+written with dashes or underscores. Lists are separated by blanks (device numbers by commas), dictionaries are JSON.
 """
 
 
@@ -174,7 +174,13 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
 
     from colocate_rl.config import GRPOConfig
 
-    parser = HfArgumentParser(GRPOConfig, allow_abbrev=False)  # type: ignore[arg-type]
+    class Parser(HfArgumentParser):
+        """Reports a value that does not fit as one message instead of the whole usage."""
+
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"{message}. See --help.")
+
+    parser = Parser(GRPOConfig, allow_abbrev=False)  # type: ignore[arg-type]
     names = {option for action in parser._actions for option in action.option_strings}
     unknown = [word.partition("=")[0] for word in rest if word.startswith("--") and word.partition("=")[0] not in names]
     if unknown:
@@ -185,9 +191,15 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
     if "--output_dir" not in {word.partition("=")[0] for word in words}:
         words.append(f"--output_dir={Path(script.model).resolve().name}-GRPO")
     try:
-        args: GRPOConfig = parser.parse_args_into_dataclasses(args=words)[0]
+        parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
     except json.JSONDecodeError as error:
         raise ConfigError(f"A setting that takes a dictionary is no valid JSON: {error}") from None
+    args: GRPOConfig = parsed[0]
+    if stray := parsed[-1]:
+        raise ConfigError(
+            f"{' '.join(stray)!r} belongs to no setting. Numbers of devices are separated by commas: "
+            f"--vllm-devices 2,3."
+        )
     assert not isinstance(args.model_init_kwargs, str)
     chosen = {"dtype": script.dtype, "attn_implementation": script.attn_implementation}
     given = {name: value for name, value in chosen.items() if value is not None}

@@ -180,11 +180,13 @@ def _check_counts(num_ranks: int, num_engines: int, tensor_parallel_size: int, n
         )
     num_shards = num_engines * tensor_parallel_size
     if num_shards > num_ranks:
+        most = num_ranks // tensor_parallel_size
+        lower = f" or lower --num-vllm-gpus to at most {most}" if most else ""
         raise PlacementError(
             f"num_vllm_gpus={num_engines} with vllm_tensor_parallel_size={tensor_parallel_size} needs {num_shards} "
             f"training rank(s) to host the engine(s), one shard inside each, but this launch has {num_ranks}. Raise "
-            f"--num_processes to at least {num_shards} or lower --num-vllm-gpus to at most "
-            f"{num_ranks // tensor_parallel_size}.{_hint(num_devices, num_engines, tensor_parallel_size)}"
+            f"--num_processes to at least {num_shards}{lower}."
+            f"{_hint(num_devices, num_engines, tensor_parallel_size)}"
         )
 
 

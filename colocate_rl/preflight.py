@@ -30,6 +30,8 @@ class Checked:
     tokenizer: PreTrainedTokenizerBase
     window: int | None
     """Context window of the engines in tokens, None when unknown."""
+    longest_prompt: int
+    """Tokens of the longest training prompt among this rank's share."""
 
 
 def check_run(
@@ -79,9 +81,10 @@ def check_run(
         )
     assert not isinstance(args.chat_template_kwargs, str)
     codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-    for name, rows in {"train_dataset": train_dataset, **eval_sets(eval_dataset)}.items():
+    longest = _check_prompts("train_dataset", train_dataset, codec, window, collectives)
+    for name, rows in eval_sets(eval_dataset).items():
         _check_prompts(name, rows, codec, window, collectives)
-    return Checked(placement, rewards, config, tokenizer, window)
+    return Checked(placement, rewards, config, tokenizer, window, longest)
 
 
 def eval_sets(eval_dataset: EvalSets | None) -> dict[str, datasets.Dataset]:
@@ -128,8 +131,9 @@ def _check_enough_prompts(args: GRPOConfig, rows: datasets.Dataset) -> None:
 
 def _check_prompts(
     name: str, rows: datasets.Dataset, codec: PromptCodec, window: int | None, collectives: Collectives
-) -> None:
-    """Encodes every prompt once; each rank takes its share, and the caller makes all ranks fail together."""
+) -> int:
+    """Encodes every prompt of this rank's share (the caller makes all fail together); the longest one's tokens."""
+    longest = 0
     prompts = rows.select_columns(["prompt"])
     for index in range(collectives.rank, len(rows), collectives.world_size):
         try:
@@ -137,6 +141,8 @@ def _check_prompts(
         except DataError as error:
             raise DataError(f"{name}, row {index}: {error}") from None
         check_prompt_length(len(ids), limit=window, where=f"{name}, row {index}: the prompt")
+        longest = max(longest, len(ids))
+    return longest
 
 
 def _init_kwargs(args: GRPOConfig) -> dict[str, Any]:

@@ -1,12 +1,19 @@
 """From the configuration to the settings of each room, so that no room reads the whole configuration."""
 
+import logging
+from typing import Any
+
 import torch
 
 from colocate_rl import engines
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
+from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
 from colocate_rl.training.losses import LossSettings
+from colocate_rl.training.memory import estimate_step
+
+logger = logging.getLogger(__name__)
 
 EXACT_GAP_LIMIT = 0.01
 """Accepted mean log-probability gap on the probe, in nats, when policy and engine both compute in float32."""
@@ -61,3 +68,37 @@ def logprob_gap_limit(args: GRPOConfig, policy_dtype: torch.dtype) -> float:
         return args.vllm_logprob_gap_limit
     exact = engines.engine_dtype(args, policy_dtype) == "float32" and not (args.bf16 or args.fp16)
     return EXACT_GAP_LIMIT if exact else ROUNDED_GAP_LIMIT
+
+
+def decide_checkpointing(args: GRPOConfig, model: torch.nn.Module, placement: Placement, longest_prompt: int) -> None:
+    """Switches gradient checkpointing on where the user left it open and one micro-batch would fill the GPU without it.
+
+    Args:
+        args: the run's configuration; ``gradient_checkpointing`` is set.
+        model: the policy.
+        placement: tells whether the GPU is shared with an engine.
+        longest_prompt: of the training set, in tokens.
+    """
+    if not args.checkpointing_is_open or args.device.type != "cuda":
+        return
+    config: Any = model.config
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tokens = args.per_device_train_batch_size * (longest_prompt + args.max_completion_length)
+    step = estimate_step(
+        config,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weight_bytes=max(parameter.element_size() for parameter in parameters),
+        num_tokens=tokens,
+    )
+    memory = float(torch.cuda.get_device_properties(args.device).total_memory)
+    if args.device.index in placement.shared_devices:
+        memory *= 1 - (args.vllm_gpu_memory_utilization or 0.0)
+    args.gradient_checkpointing = not step.fits(memory)
+    logger.info(
+        "gradient checkpointing %s: state %.1f + activations %.1f of %.1f GiB for micro-batches of up to %d tokens",
+        "on" if args.gradient_checkpointing else "off",
+        step.state / 2**30,
+        step.activations / 2**30,
+        memory / 2**30,
+        tokens,
+    )

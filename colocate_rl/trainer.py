@@ -80,7 +80,7 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None,
     ) -> None:
         name = model if isinstance(model, str) else model.config._name_or_path
-        args = args if args is not None else GRPOConfig(f"{Path(name).name}-GRPO")
+        args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
         _refuse(
             reward_processing_classes=reward_processing_classes,
             quantization_config=quantization_config,
@@ -107,6 +107,8 @@ class GRPOTrainer(Trainer):
         set_seed(args.seed)
         with self.collectives.failing_together("loading the model"):
             policy, self.ref_model = _load_models(model, args)
+        longest = int(self.collectives.max(torch.tensor([checked.longest_prompt])))
+        settings.decide_checkpointing(args, policy, self.placement, longest)
         self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
         pad = policies.pad_token_id(checked.tokenizer)
         policy.config.pad_token_id = pad

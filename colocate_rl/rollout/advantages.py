@@ -55,10 +55,11 @@ def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> ScoredGroups:
         rewards: float32 [P, G], NaN where there is no reward: such completions neither count in the mean nor learn.
         scale_rewards: "group", "batch" or "none".
     """
+    rewards = rewards.double()  # equal rewards must give exactly nothing to learn
     centred = rewards - _nan_mean(rewards, keepdim=True)
     group_std = _nan_std(rewards)
     if scale_rewards == "group":
         centred = centred / (group_std[:, None] + STD_EPSILON)
     elif scale_rewards == "batch":
         centred = centred / (_nan_std(rewards.reshape(-1)) + STD_EPSILON)
-    return ScoredGroups(rewards, centred.nan_to_num(nan=0.0), group_std)
+    return ScoredGroups(rewards.float(), centred.nan_to_num(nan=0.0).float(), group_std.float())

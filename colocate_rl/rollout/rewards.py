@@ -131,7 +131,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 def _checked(name: str, values: Any, expected: int) -> list[float]:
     if isinstance(values, torch.Tensor):
         values = values.tolist()
-    if values is None or isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+    if values is None or isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__len__"):
         raise RewardError(
             f"Reward function {name!r} returned {type(values).__name__} instead of a list with one number (or None) "
             f"for each of {expected} completions."

@@ -106,8 +106,8 @@ def disturb(folder: Path, *, make_groups: bool = True) -> None:
 def make_private_world(folder: Path) -> None:
     """The engine's own default group and a further one, each with a collective."""
     assert not dist.is_initialized(), "the trainer's group shows"
-    store = dist.FileStore(str(folder / f"private-{os.getpid()}-{random.SystemRandom().random()}"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    meeting = folder / f"private-{os.getpid()}-{random.SystemRandom().random()}"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     PRIVATE_GROUPS.append(dist.group.WORLD.group_name)
     make_private_group()

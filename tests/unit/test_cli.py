@@ -189,14 +189,12 @@ def test_a_dictionary_that_is_no_json() -> None:
         parsed("--generation_kwargs", "{presence_penalty: 0.5}")
 
 
-@pytest.mark.xfail(reason="grpo._parse_config lets HfArgumentParser's plain ValueError through")
 @pytest.mark.parametrize("words", [["--vllm-devices", "2", "3"], ["stray"]])
 def test_a_stray_word_is_a_setting_error(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=words[-1]):
         parsed(*words)
 
 
-@pytest.mark.xfail(reason="argparse prints a usage of 150 lines and ends with status 2")
 @pytest.mark.parametrize("words", [["--temperature", "hot"], ["--num-vllm-gpus"]])
 def test_a_value_of_the_wrong_type_is_a_setting_error(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=words[0].replace("-", "_").replace("__", "--", 1)):

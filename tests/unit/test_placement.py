@@ -124,7 +124,6 @@ def test_placement_errors_are_configuration_errors() -> None:
     assert issubclass(PlacementError, ValueError)
 
 
-@pytest.mark.xfail(reason="placement._check_counts advises 'at most 0' where not one engine fits")
 def test_too_many_shards_never_advises_zero_engines() -> None:
     """One rank cannot host an engine of two shards; "at most 0 engines" would be no advice."""
     with pytest.raises(PlacementError) as caught:
