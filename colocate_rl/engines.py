@@ -5,6 +5,7 @@ import os
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -119,6 +120,7 @@ def build_engine(
     config: PretrainedConfig,
     policy_dtype: torch.dtype,
     window: int | None,
+    longest_prompt: int,
 ) -> Engine | None:
     """Builds the engine (or shard) that this rank hosts; every rank must call it.
 
@@ -129,6 +131,7 @@ def build_engine(
         config: of the policy.
         policy_dtype: of the policy's parameters.
         window: context window in tokens, or None for the model's own.
+        longest_prompt: of the training set, in tokens.
 
     Returns:
         The engine, or None on a rank without one.
@@ -140,7 +143,9 @@ def build_engine(
     for first in (True, False):  # engine 0 compiles and fills the cache on disk, from which the others start together
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
-                engine = VllmEngine(_engine_spec(args, placement, shard, config, policy_dtype, window, ports))
+                engine = VllmEngine(
+                    _engine_spec(args, placement, shard, config, policy_dtype, window, longest_prompt, ports)
+                )
     return engine
 
 
@@ -151,9 +156,21 @@ def _engine_spec(
     config: PretrainedConfig,
     policy_dtype: torch.dtype,
     window: int | None,
+    longest_prompt: int,
     ports: Sequence[int | None],
 ) -> EngineSpec:
     on_gpu = args.device.type == "cuda"
+    num_seqs = args.vllm_max_num_seqs or _default_num_seqs(args, placement)
+    kv_cache = None
+    if on_gpu and args.vllm_gpu_memory_utilization is None:  # a device of its own, and no wish of the user's
+        tokens = num_seqs * (longest_prompt + args.max_completion_length)
+        kv_cache = kv_cache_bytes(
+            config,
+            num_tokens=max(tokens, window or 0),
+            value_bytes=4 if engine_dtype(args, policy_dtype) == "float32" else 2,
+            tensor_parallel_size=placement.tensor_parallel_size,
+            device_bytes=torch.cuda.get_device_properties(shard.device).total_memory,
+        )
     return EngineSpec(
         model_config=config,
         checkpoint=checkpoint_shapes(config, args.trust_remote_code),
@@ -161,16 +178,41 @@ def _engine_spec(
         device=shard.device if on_gpu else None,
         seed=engine_seed(args.seed, shard.engine, 0),
         max_model_length=window,
-        max_num_seqs=args.vllm_max_num_seqs or _default_num_seqs(args, placement),
+        max_num_seqs=num_seqs,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization or DEDICATED_MEMORY_SHARE,
         enforce_eager=args.vllm_enforce_eager if args.vllm_enforce_eager is not None else not on_gpu,
         cpu_cores=None if on_gpu else _cores_of(placement, shard),
         tensor_parallel_size=placement.tensor_parallel_size,
         shard=shard.index,
         shard_devices=tuple(s.device for s in placement.shards if s.engine == shard.engine and s.device is not None),
+        kv_cache_bytes=kv_cache,
         port=ports[placement.host_of(shard.engine)],
         extra=_json_dict(args.vllm_engine_kwargs),
     )
+
+
+def kv_cache_bytes(
+    config: Any, *, num_tokens: int, value_bytes: int, tensor_parallel_size: int, device_bytes: int
+) -> int | None:
+    """A KV cache that holds the work at hand with a quarter to spare, or None where the device decides.
+
+    Args:
+        config: the policy's configuration.
+        num_tokens: that may be alive at once.
+        value_bytes: of one cached number.
+        tensor_parallel_size: shards that divide the key/value heads.
+        device_bytes: memory of the engine's device.
+
+    Returns:
+        None when the cache would take more than half of the device: vLLM's own share is the better limit then.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    head_size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    per_token = 2 * int(text.num_hidden_layers) * max(1, kv_heads // tensor_parallel_size) * head_size * value_bytes
+    wanted = int(1.25 * per_token * num_tokens)
+    return wanted if wanted <= device_bytes // 2 else None
 
 
 def _default_num_seqs(args: GRPOConfig, placement: Placement) -> int:

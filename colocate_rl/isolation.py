@@ -16,12 +16,11 @@ random state              vLLM seeds the global generators. The engine keeps a s
 threads, CPU affinity     vLLM's CPU backend binds the process to cores, sets one thread and disables
                           ``torch.set_num_threads``.
 logging, signals, hooks,  Root handlers, signal handlers, ``sys.excepthook`` (each new default group wraps it), default
-torch defaults            dtype, matmul precision, frozen garbage-collector objects.
+torch defaults            dtype, matmul precision.
 ========================  =============================================================================================
 """
 
 import contextlib
-import gc
 import itertools
 import logging
 import os
@@ -82,14 +81,19 @@ class PrivateProcess:
     Args:
         device: the engine's CUDA device, or None on CPU.
         environment: variables set inside only.
+        first_group: number of the first process group made inside. Group names are made of these numbers, so processes
+            that share a private world must start at the same one; None takes a range that nothing else in this process
+            uses.
     """
 
-    def __init__(self, device: torch.device | None, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, device: torch.device | None, environment: Mapping[str, str], first_group: int | None = None
+    ) -> None:
         self._device = device
         hidden = {name: None for name in os.environ if name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_")}
         self._environment: dict[str, str | None] = {**hidden, **environment}
         self._private: list[Any] = [None] * len(_SLICES)
-        self._c10d: dict[str, Any] = _fresh_c10d_state(next(_PRIVATE_GROUPS))
+        self._c10d: dict[str, Any] = _fresh_c10d_state(next(_PRIVATE_GROUPS) if first_group is None else first_group)
         self._inside = False
 
     @contextlib.contextmanager
@@ -101,7 +105,6 @@ class PrivateProcess:
         environment = dict(os.environ)
         outer_c10d = _read_c10d()
         outer = [piece.read() for piece in _SLICES]
-        frozen = gc.get_freeze_count()
         self._inside = True
         try:
             _apply_environment(self._environment)
@@ -120,8 +123,6 @@ class PrivateProcess:
             _restore_native_state()
             for piece, value in zip(_SLICES, outer, strict=True):
                 piece.write(value)
-            if gc.get_freeze_count() and not frozen:
-                gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
             self._inside = False
 
 

@@ -138,7 +138,7 @@ class GRPOTrainer(Trainer):
             chunk=args.logprob_chunk_size,
             autocast=self.accelerator.autocast,
         )
-        self._build_engines(checked)
+        self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._micro_step = 0
         self._rollouts_in_step = 0
@@ -146,11 +146,11 @@ class GRPOTrainer(Trainer):
         self._micro_steps_since_update = 0
         self._tokens_per_micro_batch = 1.0
 
-    def _build_engines(self, checked: preflight.Checked) -> None:
+    def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         self.engine = engines.build_engine(
-            args, self.placement, self.collectives, checked.config, dtype, checked.window
+            args, self.placement, self.collectives, checked.config, dtype, checked.window, longest_prompt
         )
         generator = Generator(
             self.placement,

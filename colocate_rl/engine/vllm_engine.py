@@ -40,6 +40,7 @@ class EngineSpec:
     max_model_length: int | None
     max_num_seqs: int
     gpu_memory_utilization: float
+    """Share of the device that weights and KV cache may use; not read when ``kv_cache_bytes`` is given."""
     enforce_eager: bool
     cpu_cores: str | None = None
     """Cores the engine binds to, as in '0' or '0-3'; None on GPU or where cores are shared."""
@@ -49,6 +50,9 @@ class EngineSpec:
     """Logical devices of all shards of this engine, in shard order."""
     port: int | None = None
     """Free port on which the shards meet; needed with more than one."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
+    each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -90,22 +94,24 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
-        self._process = PrivateProcess(self._device, _environment(spec))
+        self._process = PrivateProcess(self._device, _environment(spec), _first_group(spec))
         self._llm: Any = None
         self._model: Any = None
         self._plan: CopyPlan | None = None
         self._checked = False
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
         atexit.register(self.close)
-        with self._process.entered():
+        frozen = gc.get_freeze_count()
+        with self._process.entered(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch while it loads
             self._build()
+        if not frozen:
+            gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
 
     def _build(self) -> None:
         spec = self._spec
         _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch while it loads
-            from vllm import LLM
+        from vllm import LLM
 
         arguments: dict[str, Any] = {
             "model": self._folder.name,
@@ -123,6 +129,7 @@ class VllmEngine:
         }
         if spec.device is not None:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
             arguments["device_ids"] = [spec.device]
         if spec.tensor_parallel_size > 1:
             arguments["tensor_parallel_size"] = spec.tensor_parallel_size
@@ -235,6 +242,11 @@ def _repack_tied(model: torch.nn.Module) -> None:
         if weight.data_ptr() in seen and method is not None:
             method.process_weights_after_loading(module)
         seen.add(weight.data_ptr())
+
+
+def _first_group(spec: EngineSpec) -> int | None:
+    """The shards of an engine name their process groups alike: by the port on which they meet."""
+    return None if spec.port is None or spec.tensor_parallel_size == 1 else spec.port << 20
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:

@@ -122,8 +122,7 @@ class CopyPlan:
             self._views = [copy.source_view(weights[copy.source]) for copy in self.copies]
             self._pointers = pointers
         with torch.no_grad():
-            for copy, view in zip(self.copies, self._views, strict=True):
-                copy.target.copy_(view, non_blocking=True)
+            torch._foreach_copy_([copy.target for copy in self.copies], self._views, non_blocking=True)
 
 
 def check_coverage(recorder: CopyRecorder, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -5,7 +5,6 @@ K of three gloo ranks, at every debug level of ``torch.distributed``.
 """
 
 import contextlib
-import gc
 import logging
 import os
 import pickle
@@ -56,7 +55,6 @@ def snapshot() -> dict[str, Any]:
         "signals": [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
         "default dtype": torch.get_default_dtype(),
         "matmul precision": torch.get_float32_matmul_precision(),
-        "frozen objects": gc.get_freeze_count(),
         "exception hook": id(sys.excepthook),
         "folder": str(Path.cwd()),
         "initialized": dist.is_initialized(),
@@ -100,7 +98,6 @@ def disturb(folder: Path, *, make_groups: bool = True) -> None:
     torch.set_default_dtype(torch.bfloat16)
     torch.set_float32_matmul_precision("high")
     sys.excepthook = lambda kind, value, trace: None
-    gc.freeze()
 
 
 def make_private_world(folder: Path) -> None:
@@ -159,7 +156,6 @@ def own_state() -> Iterator[None]:
         os.sched_setaffinity(0, affinity)
         for number, handler in signals.items():
             signal.signal(number, handler)
-        gc.unfreeze()
         forget_private_groups()
 
 
@@ -312,7 +308,6 @@ def test_the_comparison_sees_every_disturbance(tmp_path: Path) -> None:
     expected = {
         "environment", "python random", "numpy random", "torch random", "threads", "set_num_threads", "root level",
         "root handlers", "logging disabled", "signals", "exception hook", "default dtype", "matmul precision",
-        "frozen objects",
     }  # fmt: skip
     if len(os.sched_getaffinity(0)) > 1:
         expected.add("affinity")
@@ -513,7 +508,7 @@ def nested(folder: Path) -> tuple[list[str], bool, list[str]]:
         with contextlib.suppress(ZeroDivisionError), process.entered():
             torch.rand(())
             raise ZeroDivisionError
-        inner = [name for name in changes(middle, snapshot()) if name != "frozen objects"]  # some die meanwhile
+        inner = list(changes(middle, snapshot()))
         still_inside = dist.get_world_size() == 1 and "RANK" not in os.environ and os.environ["ENGINE_ONLY"] == "yes"
     return inner, still_inside, changes(before, snapshot())
 
