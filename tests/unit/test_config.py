@@ -201,6 +201,7 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
     ({"logprob_chunk_size": 0}, ["logprob_chunk_size is 0"]),
+    ({"max_tokens_per_micro_batch": 0}, ["max_tokens_per_micro_batch is 0", "at least 1 token"]),
     ({"vllm_gpu_memory_utilization": 0.0}, ["vllm_gpu_memory_utilization=0.0", "above 0"]),
     ({"vllm_gpu_memory_utilization": 1.5}, ["vllm_gpu_memory_utilization=1.5", "up to 1"]),
     (
