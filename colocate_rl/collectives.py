@@ -98,10 +98,12 @@ class Collectives:
                 raise error
             return
         failed = self._all_gather(torch.tensor([error is not None], dtype=torch.uint8, device=self.device)).view(-1)
-        ranks = failed.nonzero().view(-1).tolist()
-        if not ranks:
+        if not bool(failed.any()):
             return
         texts = self.gather_objects(None if error is None else type(error).__name__)
+        ranks = [rank for rank, text in enumerate(texts) if text not in (None, PeerError.__name__)]
+        if isinstance(error, PeerError):
+            raise error  # an inner block has already agreed on the cause
         if error is not None and self.rank == ranks[0]:
             error.only_here = True  # type: ignore[attr-defined]  # the others stay silent: a command line may show this
             raise error

@@ -145,6 +145,8 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
 
     rewards = [resolve_reward(path) for path in script.reward_funcs]
     args = _parse_config(script, rest)
+    from transformers import PrinterCallback
+
     from colocate_rl.collectives import Collectives
     from colocate_rl.data import load_rows
     from colocate_rl.trainer import GRPOTrainer
@@ -163,6 +165,8 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
         args.disable_tqdm = True
         callbacks.append(LiveTable())
     trainer = GRPOTrainer(script.model, rewards, args, train, evaluation, callbacks=callbacks)
+    if script.live_table:
+        trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()

@@ -22,6 +22,7 @@ torch defaults            dtype, matmul precision, frozen garbage-collector obje
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import random
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch._C import _distributed_c10d as native
 
 _C10D_STATE = (
     "_world",
@@ -60,8 +62,8 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# Group names live in a process-wide native registry: a private counter far away never repeats a trainer's name.
-_FIRST_PRIVATE_GROUP = 1 << 20
+# Group names are counters and live in a process-wide native registry: each private world counts in a range of its own.
+_PRIVATE_GROUPS = itertools.count(1 << 20, 1 << 20)
 
 
 class _Slice:
@@ -87,7 +89,7 @@ class PrivateProcess:
         hidden = {name: None for name in os.environ if name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_")}
         self._environment: dict[str, str | None] = {**hidden, **environment}
         self._private: list[Any] = [None] * len(_SLICES)
-        self._c10d: dict[str, Any] = _fresh_c10d_state()
+        self._c10d: dict[str, Any] = _fresh_c10d_state(next(_PRIVATE_GROUPS))
         self._inside = False
 
     @contextlib.contextmanager
@@ -99,6 +101,7 @@ class PrivateProcess:
         environment = dict(os.environ)
         outer_c10d = _read_c10d()
         outer = [piece.read() for piece in _SLICES]
+        frozen = gc.get_freeze_count()
         self._inside = True
         try:
             _apply_environment(self._environment)
@@ -114,16 +117,33 @@ class PrivateProcess:
             self._environment = _difference(environment, dict(os.environ))
             _apply_environment(_difference(dict(os.environ), environment))
             _write_c10d(outer_c10d)
+            _restore_native_state()
             for piece, value in zip(_SLICES, outer, strict=True):
                 piece.write(value)
-            if gc.get_freeze_count():
+            if gc.get_freeze_count() and not frozen:
                 gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
             self._inside = False
 
 
-def _fresh_c10d_state() -> dict[str, Any]:
+class _PrivateWorld(c10d._World):
+    """A world whose groups are counted from ``first``, also after a destroyed default group starts the count again."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    @property
+    def group_count(self) -> int:
+        return int(c10d._group_count)
+
+    @group_count.setter
+    def group_count(self, value: int) -> None:
+        c10d._group_count = max(value, self._first)
+
+
+def _fresh_c10d_state(first_group: int) -> dict[str, Any]:
     state: dict[str, Any] = {name: {} for name in _C10D_STATE}
-    state |= {"_world": c10d._World(), "_group_count": _FIRST_PRIVATE_GROUP}
+    state |= {"_world": _PrivateWorld(first_group), "_group_count": first_group}
     state |= {"_backend": None, "_default_pg_init_method": None}
     return state
 
@@ -135,6 +155,17 @@ def _read_c10d() -> dict[str, Any]:
 def _write_c10d(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         setattr(c10d, name, value)
+
+
+def _restore_native_state() -> None:
+    """Puts back what torch keeps outside of Python: the registry of group names, and the rank that log lines carry."""
+    for group, name in c10d._world.pg_names.items():
+        try:
+            native._resolve_process_group(name)
+        except RuntimeError:  # destroying a private default group empties the whole registry
+            native._register_process_group(name, group)
+    if c10d.is_initialized():
+        native._set_global_rank(c10d.get_rank())
 
 
 def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str | None]:

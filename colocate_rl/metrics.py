@@ -24,11 +24,11 @@ class MetricBuffer:
         self._latest: dict[str, float] = {}
         self._totals: dict[str, float] = defaultdict(float)
 
-    def mean(self, name: str, value: float | torch.Tensor) -> None:
-        """Adds one value to the mean ``name``; NaN is skipped."""
+    def mean(self, name: str, value: float | torch.Tensor, weight: float = 1.0) -> None:
+        """Adds one value to the (weighted) mean ``name``; NaN is skipped."""
         number = torch.as_tensor(value, dtype=torch.float64).detach()
-        known = ~number.isnan()
-        self._shares[name].append(torch.stack([number.nan_to_num(nan=0.0), known.to(torch.float64)]))
+        known = (~number.isnan()) * weight
+        self._shares[name].append(torch.stack([number.nan_to_num(nan=0.0) * known, known.to(torch.float64)]))
 
     def share(self, name: str, numerator: torch.Tensor, denominator: torch.Tensor) -> None:
         """Adds to numerator and denominator of ``name``, without waiting for the device."""
@@ -37,7 +37,9 @@ class MetricBuffer:
 
     def largest(self, name: str, value: torch.Tensor) -> None:
         """Offers a value for the maximum ``name``; NaN is skipped."""
-        self._largest[name].append(value.detach().to(torch.float64).nan_to_num(nan=-math.inf))
+        self._largest[name].append(
+            value.detach().to(torch.float64).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        )
 
     def smallest(self, name: str, value: torch.Tensor) -> None:
         """Offers a value for the minimum ``name``; NaN is skipped."""

@@ -66,15 +66,16 @@ class WeightSync:
         """
         if self._version == policy_version:
             return False
+        self._version = None  # unknown until the engines have taken everything over
         with self._collectives.failing_together("copying weights into the engines"):
             if self._engine is not None:
                 self._engine.load_weights(named_weights(self._policy))
-        self._version = policy_version
         if not self._verified:
             with self._collectives.failing_together("checking the engines' weights"):
                 if self._engine is not None:
                     self._verify(self._engine)
             self._verified = True
+        self._version = policy_version
         return True
 
     def _verify(self, engine: Engine) -> None:

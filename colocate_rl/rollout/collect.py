@@ -139,7 +139,7 @@ class Rollout:
                 self._columns(rows),
                 trainer_state=trainer_state,
                 log_extra=_extra_logger(extras, len(rows)),
-                log_metric=metrics.mean,
+                log_metric=lambda name, value: metrics.mean(name, value),
             )
         advantages = self._compare(rows, prompt_ids, completions, rewards, metrics)
         return Scored(rows, prompt_ids, completions, texts, rewards, advantages, extras)
@@ -202,21 +202,23 @@ def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str,
 def _log_lengths(
     metrics: MetricBuffer, prompt_lengths: torch.Tensor, lengths: torch.Tensor, terminated: torch.Tensor
 ) -> None:
+    weight = len(lengths)
     ended = lengths[terminated] if bool(terminated.any()) else torch.zeros(1, dtype=torch.float64)
     for name, values in (("length", lengths), ("terminated_length", ended)):
-        metrics.mean(f"completions/mean_{name}", values.mean())
-        metrics.mean(f"completions/min_{name}", values.min())
-        metrics.mean(f"completions/max_{name}", values.max())
-    metrics.mean("completions/clipped_ratio", (~terminated).double().mean())
-    metrics.mean("prompts/mean_length", prompt_lengths.mean())
+        metrics.mean(f"completions/mean_{name}", values.mean(), weight)
+        metrics.mean(f"completions/min_{name}", values.min(), weight)
+        metrics.mean(f"completions/max_{name}", values.max(), weight)
+    metrics.mean("completions/clipped_ratio", (~terminated).double().mean(), weight)
+    metrics.mean("prompts/mean_length", prompt_lengths.mean(), weight)
 
 
 def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Tensor, groups: ScoredGroups) -> None:
+    weight = len(rewards)
     for name, column in zip(names, rewards.unbind(-1), strict=True):
         known = column[~column.isnan()]
-        metrics.mean(f"rewards/{name}/mean", known.mean() if len(known) else torch.tensor(torch.nan))
-        metrics.mean(f"rewards/{name}/std", known.std() if len(known) > 1 else torch.tensor(0.0))
+        metrics.mean(f"rewards/{name}/mean", known.mean() if len(known) else torch.tensor(torch.nan), weight)
+        metrics.mean(f"rewards/{name}/std", known.std() if len(known) > 1 else torch.tensor(0.0), weight)
     totals = groups.rewards[~groups.rewards.isnan()]
-    metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan))
-    metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0))
-    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean())
+    metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan), weight)
+    metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0), weight)
+    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean(), weight)

@@ -163,12 +163,7 @@ def test_nested_blocks_that_fail_in_the_outer_one(ranks: Callable[[int], Ranks],
     assert [total for _, total in results] == [3.0] * 3
 
 
-LOSES_THE_CAUSE = pytest.mark.xfail(
-    reason="collectives.failing_together: in the outer block the lowest rank's PeerError stands for the cause"
-)
-
-
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=LOSES_THE_CAUSE), pytest.param(2, marks=LOSES_THE_CAUSE)])
+@pytest.mark.parametrize("failing", [0, 1, 2])
 def test_nested_blocks_that_fail_in_the_inner_one_show_the_cause(ranks: Callable[[int], Ranks], failing: int) -> None:
     results = ranks(3).run(fail_nested, failing, False)
     kinds = [raised.kind for raised, _ in results]

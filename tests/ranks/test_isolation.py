@@ -385,7 +385,6 @@ def names_after_the_end(folder: Path, again: bool) -> bool:
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.xfail(reason="isolation: destroy_process_group inside empties the process-wide registry of group names")
 def test_the_trainers_groups_keep_their_names(one_rank: Ranks, again: bool, tmp_path: Path) -> None:
     assert one_rank.run(names_after_the_end, tmp_path, again) == [True]
 
@@ -559,7 +558,6 @@ def build_beside(folder: Path) -> tuple[int, int]:
         return dist.get_world_size(), inner
 
 
-@pytest.mark.xfail(reason="isolation: every engine's group counter starts at the same number")
 def test_a_second_engine_can_be_built_beside_the_first(alone: None, tmp_path: Path) -> None:
     assert on_rank(build_beside, 1, tmp_path) == (1, 1)
 
@@ -583,6 +581,5 @@ def build_again(folder: Path) -> list[float]:
         return sums
 
 
-@pytest.mark.xfail(reason="isolation: after destroy_process_group inside, private names start at 0 like the trainer's")
 def test_an_engine_that_is_built_again_leaves_the_trainers_names_alone(one_rank: Ranks, tmp_path: Path) -> None:
     assert one_rank.run(build_again, tmp_path) == [[1.0] * 3]

@@ -177,16 +177,7 @@ def sync_with_fault(fault: Fault) -> list[object]:
     return [first, second, outcome(sync.sync, 0), engine is None or engine.num_loads > 0]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "refuse weights",
-        pytest.param(
-            "raise",
-            marks=pytest.mark.xfail(reason="WeightSync.sync notes the version before the check has passed"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("fault", ["refuse weights", "raise"])
 def test_an_engine_that_failed_is_not_taken_for_synced(ranks: Callable[[int], Ranks], fault: Fault) -> None:
     results = ranks(3).run(sync_with_fault, fault)
     for attempt in (0, 1):
