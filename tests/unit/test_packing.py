@@ -190,6 +190,39 @@ def test_mixed_precision() -> None:
     assert float((both[0] - both[1]).detach().abs().max()) < 0.1
 
 
+def kernel_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    **_: bool,
+) -> torch.Tensor:
+    """What torch's varlen_attn promises, tokens first, by a mask of N x N."""
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    row = torch.bucketize(torch.arange(query.shape[0]), cu_seq_q, right=True)
+    allowed = row[:, None] == row[None, :]
+    if window_size[1] == 0:
+        allowed = allowed.tril()
+    first = [states.transpose(0, 1)[None] for states in (query, key, value)]
+    output = nn.functional.scaled_dot_product_attention(*first, attn_mask=allowed, scale=scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("grouped", [{}, {"enable_gqa": True}], ids=["torch 2.11", "torch 2.13"])
+def test_the_kernel_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch, grouped: dict[str, bool]) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", kernel_on_cpu)
+    monkeypatch.setattr(attention, "_GROUPED", grouped)
+    monkeypatch.setattr(attention, "_kernel_takes", lambda *_: True)
+    check_against_padded(make_model(num_key_value_heads=1), make_batch(*RAGGED))
+
+
 @pytest.fixture
 def one_process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group(
