@@ -117,6 +117,11 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             ("delta", self.delta is None or self.delta > 1, "above 1: it bounds a probability ratio from above"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
+            (
+                "max_tokens_per_micro_batch",
+                self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch > 0,
+                "at least 1 token",
+            ),
             ("vllm_max_num_seqs", self.vllm_max_num_seqs is None or self.vllm_max_num_seqs > 0, "at least 1"),
         ):
             if not valid:

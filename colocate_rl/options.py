@@ -161,6 +161,18 @@ class GRPOOptions:
     logprob_chunk_size: int = _setting(
         1024, "Tokens whose logits exist at the same time while log-probabilities are computed (memory against speed)."
     )
+    padding_free: bool | None = _setting(
+        None,
+        "Pack the rows of a micro-batch into one sequence without padding; each row still attends only to itself. "
+        "None: on GPU, where the model's attention allows it. True: on CPU too. Rows keep their padding, with one "
+        "line in the log, where the model does not allow it or a check at start finds another result.",
+    )
+    max_tokens_per_micro_batch: int | None = _setting(
+        None,
+        "Most tokens (prompt, completion, and padding where there is any) in one forward and backward pass. The "
+        "per_device_train_batch_size rows are then cut into as many passes as they need; losses and gradients stay "
+        "the same. None: one pass.",
+    )
 
     # Logging and changed defaults of TrainingArguments
     log_completions: bool = _setting(False, "Print a table of completions at each log and keep all of them as parquet.")

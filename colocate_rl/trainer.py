@@ -1,6 +1,8 @@
 """`GRPOTrainer`: the order of things. What each thing does lives in the rooms below."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from colocate_rl.rollout.rewards import RewardFunction
 from colocate_rl.runlog import RunLog
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
-from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
 
 
@@ -132,19 +133,22 @@ class GRPOTrainer(Trainer):
         clock = PhaseClock(_synchronizer(args.device))
         names = checked.rewards.names
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
-        self._objective = Objective(
+        with_padding = Objective(
             settings=settings.loss_settings(args),
             temperature=args.temperature,
             chunk=args.logprob_chunk_size,
             autocast=self.accelerator.autocast,
+            max_tokens=args.max_tokens_per_micro_batch,
         )
+        models = [model for model in (policy, self.ref_model) if model is not None]
+        self._objective = settings.decide_packing(args, models, with_padding, self.collectives)
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._micro_step = 0
         self._rollouts_in_step = 0
         self._step_of_last_rollout = -1
         self._micro_steps_since_update = 0
-        self._tokens_per_micro_batch = 1.0
+        self._tokens_per_slice = 1.0
 
     def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
@@ -168,12 +172,12 @@ class GRPOTrainer(Trainer):
             settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
             self._log.clock,
         )
-        probe = Objective(LossSettings(), 1.0, args.logprob_chunk_size, self.accelerator.autocast)
+        probe = replace(self._objective, temperature=1.0)
         self.weight_sync = WeightSync(
             self.engine,
             policy,
             self.collectives,
-            lambda batch: probe.logprobs(policy, batch, batch.num_rows),
+            lambda batch: probe.logprobs(policy, batch),
             vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
             gap_limit=settings.logprob_gap_limit(args, dtype),
         )
@@ -235,9 +239,9 @@ class GRPOTrainer(Trainer):
         if args.old_logprobs == "sampling":
             old = batch.sampling_logprobs
         elif position >= args.gradient_accumulation_steps - self._micro_steps_since_update:
-            old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch, batch.num_rows).cpu()
+            old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()
         if self.ref_model is not None:
-            ref = self._objective.logprobs(self.ref_model, batch, batch.num_rows).cpu()
+            ref = self._objective.logprobs(self.ref_model, batch).cpu()
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
 
     def _note_rollout(self, scored: Scored, batch: RolloutBatch, stats: Sequence[EngineStats]) -> None:
@@ -247,14 +251,16 @@ class GRPOTrainer(Trainer):
         tokens, loss_tokens = self.collectives.sum(counts).tolist()
         self.state.num_input_tokens_seen += tokens
         self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
-        self._tokens_per_micro_batch = loss_tokens / self.collectives.world_size / args.steps_per_generation
+        self._tokens_per_slice = loss_tokens / self.collectives.world_size / args.steps_per_generation
         self._log.note_engines(stats)
         self._log.note_completions(scored, self.rollout.codec)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The loss of one micro-batch (Trainer divides it by the accumulation steps).
+        """The loss of one slice of the rollout (Trainer divides it by the accumulation steps).
+
+        The backward passes of all but its last micro-batch have been run by then.
 
         Raises:
             ValueError: when outputs are asked for; there are none.
@@ -263,7 +269,13 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
         position, batch = inputs
         policy = self.accelerator.unwrap_model(model)
-        loss, logprobs = self._objective.loss(model, policy, batch, self._tokens_per_micro_batch, self._log.metrics)
+
+        @contextlib.contextmanager
+        def early() -> Iterator[Callable[[torch.Tensor], None]]:
+            with self.accelerator.no_sync(model):
+                yield lambda part: self.accelerator.backward(part / self.current_gradient_accumulation_steps)
+
+        loss, logprobs = self._objective.loss(model, policy, batch, self._tokens_per_slice, self._log.metrics, early)
         if batch.old_logprobs is None and self.args.num_iterations > 1:
             self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
         return loss
@@ -299,9 +311,7 @@ class GRPOTrainer(Trainer):
         for start in range(0, batch.num_rows, size):
             part = batch.rows(range(start, min(start + size, batch.num_rows)))
             if self.ref_model is not None:
-                part = part.with_logprobs(
-                    ref_logprobs=self._objective.logprobs(self.ref_model, part, part.num_rows).cpu()
-                )
+                part = part.with_logprobs(ref_logprobs=self._objective.logprobs(self.ref_model, part).cpu())
             part = part.to(self.args.device)
             with torch.no_grad():
                 loss, _ = self._objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)

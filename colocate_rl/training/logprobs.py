@@ -1,8 +1,8 @@
 """Per-token log-probabilities and entropy of a policy without ever holding its full logits.
 
-The decoder runs once on the padded rows; its hidden states are gathered at the completion positions only, and the
-output head is applied to a chunk of them at a time, in the forward pass and again in the backward pass. Peak memory
-grows with chunk x vocabulary, not with batch x length x vocabulary.
+The decoder runs once, on the padded rows or on the rows packed into one sequence; its hidden states are gathered at the
+completion positions only, and the output head is applied to a chunk of them at a time, in the forward pass and again in
+the backward pass. Peak memory grows with chunk x vocabulary, not with batch x length x vocabulary.
 """
 
 import types
@@ -15,6 +15,8 @@ from torch import nn
 
 from colocate_rl.errors import ConfigError
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.training import attention
+from colocate_rl.training.packing import PackedRows
 
 Result = TypeVar("Result")
 
@@ -153,6 +155,7 @@ def completion_statistics(
     temperature: float,
     chunk: int,
     autocast: Callable[[], Any],
+    packed: bool = False,
 ) -> TokenStatistics:
     """Log-probabilities and entropies of a batch's completion tokens.
 
@@ -163,17 +166,16 @@ def completion_statistics(
         temperature: divides the logits, as it did when the engine sampled.
         chunk: tokens whose logits exist at once.
         autocast: makes the mixed-precision context of the forward pass.
+        packed: whether the rows pass through the decoder without padding (see :mod:`.packing`).
     """
 
     def compute(model: nn.Module) -> TokenStatistics:
         with autocast():
-            decoder: Any = model.base_model if hasattr(model, "base_model_prefix") else model
-            hidden = decoder(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        states = hidden.last_hidden_state[:, :-1]
+            states = (_packed_states if packed else _padded_states)(model, batch)
         chosen = batch.completion_mask[:, 1:]
         head = Head.of(model)
         flat_logprobs, flat_entropy = _ChunkedStatistics.apply(
-            states[chosen], head.weight, head.bias, batch.input_ids[:, 1:][chosen], head, temperature, chunk
+            states, head.weight, head.bias, batch.input_ids[:, 1:][chosen], head, temperature, chunk
         )
         shape = batch.input_ids.shape
         logprobs = torch.zeros(shape, device=states.device)
@@ -183,6 +185,26 @@ def completion_statistics(
         return TokenStatistics(logprobs, entropy)
 
     return _through_wrapper(wrapper, policy, compute)
+
+
+def _decoder(model: nn.Module) -> Any:
+    return model.base_model if hasattr(model, "base_model_prefix") else model
+
+
+def _padded_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
+    """Hidden states [n, H] that predict the completion tokens, row by row."""
+    output = _decoder(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    states: torch.Tensor = output.last_hidden_state[:, :-1][batch.completion_mask[:, 1:]]
+    return states
+
+
+def _packed_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
+    """The same from a pass without padding."""
+    rows = PackedRows.of(batch)
+    attention.check_installed(model)
+    output = _decoder(model)(**rows.arguments(), use_cache=False)
+    states: torch.Tensor = output.last_hidden_state[0][rows.predicts]
+    return states
 
 
 def _through_wrapper(wrapper: nn.Module, policy: nn.Module, function: Callable[[nn.Module], Result]) -> Result:

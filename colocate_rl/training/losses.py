@@ -54,7 +54,7 @@ class LossOutput:
     """A loss and the per-token tensors that metrics are made of (all detached but the loss)."""
 
     loss: torch.Tensor
-    """Scalar, before the division by accumulation steps."""
+    """Scalar, before the division by accumulation steps: this micro-batch's part of its slice's loss."""
     ratio: torch.Tensor
     """float32 [B, T] or [B, 1]: policy over old."""
     kl: torch.Tensor | None
@@ -132,29 +132,39 @@ def sampling_correction(
     return ratio.masked_fill(outside, 0.0)
 
 
-def _mean_of_sequence_means(losses: torch.Tensor, mask: torch.Tensor, _: "Denominators") -> torch.Tensor:
-    return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+@dataclass(frozen=True, slots=True)
+class SliceSize:
+    """How large the whole slice is that a micro-batch belongs to, so that micro-batch losses add up to the slice's."""
 
-
-def _mean_of_tokens(losses: torch.Tensor, mask: torch.Tensor, _: "Denominators") -> torch.Tensor:
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
-
-
-def _sum_over_budget(losses: torch.Tensor, mask: torch.Tensor, given: "Denominators") -> torch.Tensor:
-    return (losses * mask).sum() / (losses.shape[0] * given.max_completion_length)
-
-
-def _sum_over_batch_tokens(losses: torch.Tensor, mask: torch.Tensor, given: "Denominators") -> torch.Tensor:
-    return (losses * mask).sum() / max(given.tokens_per_micro_batch, 1.0)
+    rows: int
+    tokens: torch.Tensor
+    """Scalar: tokens in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What token losses are divided by beyond their own mask."""
+    """What sums of token losses are divided by."""
 
     max_completion_length: int
-    tokens_per_micro_batch: float
-    """Loss tokens of the generation batch over all ranks, divided by ranks and by micro-batches (dapo)."""
+    tokens_per_slice: float
+    """Loss tokens of the generation batch over all ranks, divided by ranks and by slices (dapo)."""
+    slice: SliceSize
+
+
+def _mean_of_sequence_means(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
+    return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum() / given.slice.rows
+
+
+def _mean_of_tokens(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
+    return (losses * mask).sum() / given.slice.tokens.clamp(min=1)
+
+
+def _sum_over_budget(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
+    return (losses * mask).sum() / (given.slice.rows * given.max_completion_length)
+
+
+def _sum_over_batch_tokens(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
+    return (losses * mask).sum() / max(given.tokens_per_slice, 1.0)
 
 
 Aggregation = Callable[[torch.Tensor, torch.Tensor, Denominators], torch.Tensor]
@@ -168,15 +178,18 @@ AGGREGATIONS: dict[str, Aggregation] = {
 """One per ``loss_type``: token losses [B, T] and their mask to a scalar."""
 
 
-def grpo_loss(inputs: LossInputs, settings: LossSettings, tokens_per_micro_batch: float) -> LossOutput:
-    """The loss of one micro-batch.
+def grpo_loss(
+    inputs: LossInputs, settings: LossSettings, tokens_per_slice: float, whole: SliceSize | None = None
+) -> LossOutput:
+    """The loss of one micro-batch, as its part of the loss of the slice that it belongs to.
 
     Per token: (clipped surrogate) x (sampling correction) + beta x KL [x ratio], then averaged by ``loss_type``.
 
     Args:
         inputs: log-probabilities, advantages and mask of the micro-batch.
         settings: see :class:`LossSettings`.
-        tokens_per_micro_batch: loss tokens of the generation batch over all ranks / ranks / micro-batches.
+        tokens_per_slice: loss tokens of the generation batch over all ranks / ranks / slices.
+        whole: size of the slice; None: the micro-batch is all of it.
     """
     mask = inputs.mask
     level = settings.importance_sampling_level
@@ -205,6 +218,8 @@ def grpo_loss(inputs: LossInputs, settings: LossSettings, tokens_per_micro_batch
         kl = kl_k3(inputs.policy_logprobs, inputs.ref_logprobs, mask)
         losses = losses + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
         kl = kl.detach()
-    denominators = Denominators(settings.max_completion_length, tokens_per_micro_batch)
+    if whole is None:
+        whole = SliceSize(mask.shape[0], mask.sum())
+    denominators = Denominators(settings.max_completion_length, tokens_per_slice, whole)
     loss = AGGREGATIONS[settings.loss_type](losses, mask, denominators)
     return LossOutput(loss, ratio.detach(), kl, weights)

@@ -1,6 +1,7 @@
-"""From a micro-batch to its loss, and the figures that say how the update went."""
+"""From a slice of a rollout to its loss, and the figures that say how the update went."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,11 @@ from torch import nn
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
-from colocate_rl.training.losses import LossInputs, LossOutput, LossSettings, grpo_loss
+from colocate_rl.training.losses import LossInputs, LossOutput, LossSettings, SliceSize, grpo_loss
+from colocate_rl.training.packing import fill
+
+EarlyBackward = Callable[[], AbstractContextManager[Callable[[torch.Tensor], None]]]
+"""Makes the context of a micro-batch that is not the last of its slice; inside, the function runs a backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,10 @@ class Objective:
     chunk: int
     autocast: Callable[[], Any]
     """Makes the mixed-precision context of a forward pass."""
+    packed: bool = False
+    """Whether rows pass through the models without padding."""
+    max_tokens: int | None = None
+    """Most tokens of a micro-batch (with their padding, where there is any); None: no limit."""
 
     def statistics(self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch) -> TokenStatistics:
         """Log-probabilities (with gradient) and entropies; see :func:`completion_statistics`."""
@@ -32,18 +41,23 @@ class Objective:
             temperature=self.temperature,
             chunk=self.chunk,
             autocast=self.autocast,
+            packed=self.packed,
         )
 
-    def logprobs(self, model: nn.Module, batch: RolloutBatch, rows_at_once: int) -> torch.Tensor:
-        """Log-probabilities float32 [B, T] without gradient, ``rows_at_once`` rows at a time, on the model's device."""
+    def micro_batches(self, batch: RolloutBatch) -> list[list[int]]:
+        """Cuts a slice into row numbers of micro-batches of at most ``max_tokens`` tokens."""
+        if self.max_tokens is None:
+            return [list(range(batch.num_rows))] if batch.num_rows else []
+        return fill(batch.attention_mask.sum(1).tolist(), self.max_tokens, padded=not self.packed)
+
+    def logprobs(self, model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
+        """Log-probabilities float32 [B, T] without gradient, a micro-batch at a time, on the model's device."""
         device = next(model.parameters()).device
         out = torch.zeros(batch.input_ids.shape, device=device)
         with torch.no_grad():
-            for start in range(0, batch.num_rows, rows_at_once):
-                chosen = range(start, min(start + rows_at_once, batch.num_rows))
-                part = batch.rows(chosen).to(device)
-                logprobs = self.statistics(model, model, part).logprobs
-                out[start : start + len(chosen), : logprobs.shape[1]] = logprobs
+            for rows in self.micro_batches(batch):
+                found = self.statistics(model, model, batch.rows(rows).to(device)).logprobs
+                out[rows, : found.shape[1]] = found
         return out
 
     def loss(
@@ -51,13 +65,50 @@ class Objective:
         wrapper: nn.Module,
         policy: nn.Module,
         batch: RolloutBatch,
-        tokens_per_micro_batch: float,
+        tokens_per_slice: float,
         metrics: MetricBuffer,
+        early: EarlyBackward | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch, and its log-probabilities (detached, float32 [B, T]).
+        """The loss of a slice, and its log-probabilities (detached, float32 [B, T]).
 
         Where the batch has no old log-probabilities the live ones stand for them: the ratio is then exactly 1.
+
+        Args:
+            wrapper: the policy as the trainer wrapped it, or the policy itself.
+            policy: the causal language model inside.
+            batch: the slice, on the policy's device.
+            tokens_per_slice: see :func:`grpo_loss`.
+            metrics: takes the figures of the update.
+            early: runs the backward passes of all micro-batches but the last, whose activations then never exist side
+                by side. The loss has the value of the whole slice and the gradient of the last micro-batch. None:
+                nothing is run, as in evaluation.
         """
+        whole = SliceSize(batch.num_rows, batch.loss_mask.sum())
+        logprobs = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+        total = torch.zeros((), device=batch.input_ids.device)
+        groups = self.micro_batches(batch)
+        for number, rows in enumerate(groups):
+            part = batch.rows(rows) if len(groups) > 1 else batch
+            if early is None or number == len(groups) - 1:
+                loss, found = self._micro_batch_loss(wrapper, policy, part, tokens_per_slice, whole, metrics)
+            else:
+                with early() as backward:
+                    loss, found = self._micro_batch_loss(wrapper, policy, part, tokens_per_slice, whole, metrics)
+                    backward(loss)
+                loss = loss.detach()
+            total = total + loss
+            logprobs[rows, : found.shape[1]] = found
+        return total, logprobs
+
+    def _micro_batch_loss(
+        self,
+        wrapper: nn.Module,
+        policy: nn.Module,
+        batch: RolloutBatch,
+        tokens_per_slice: float,
+        whole: SliceSize,
+        metrics: MetricBuffer,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         live = self.statistics(wrapper, policy, batch)
         detached = live.logprobs.detach()
         old = batch.old_logprobs if batch.old_logprobs is not None else detached
@@ -69,7 +120,7 @@ class Objective:
             mask=batch.loss_mask,
             advantages=batch.advantages,
         )
-        output = grpo_loss(inputs, self.settings, tokens_per_micro_batch)
+        output = grpo_loss(inputs, self.settings, tokens_per_slice, whole)
         self._log(metrics, inputs, output, live.entropy)
         return output.loss, detached
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import logprob_memory
+from benchmarks import logprob_memory, train_packed
 from benchmarks.planning import Law, Plan
 from benchmarks.processes import REPOSITORY
 from benchmarks.work import Work, WorkError, make_prompts, make_tokenizer
@@ -70,6 +70,20 @@ def test_logprob_memory_grows_with_the_chunk_not_with_the_tokens(tmp_path, capfd
     assert peak[2048, 8192, 64] < peak[2048, 8192, None] / 20
     assert (tmp_path / "logprob_memory.png").stat().st_size > 10_000
     assert "chunk 256" in capfd.readouterr().out
+
+
+def test_train_packed_computes_less_for_the_same_loss(tmp_path, capfd):
+    sizes = shlex.split("--device cpu --tokens 1500 --shortest 8 --longest 256 --rows 4 --one 512 --repeats 1")
+    assert train_packed.main([*sizes, "--output", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    first, *others = results["ways"]
+    for way in others:
+        assert way["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        if way["name"].startswith("packed"):
+            assert way["computed_tokens"] == results["tokens"] < 0.7 * first["computed_tokens"]
+    assert others[-1]["passes"] == -(-results["tokens"] // 1024)
+    assert results["one_micro_batch"]["tokens"] == 512
+    assert "packed, 1,024 tokens" in capfd.readouterr().out
 
 
 def test_a_step_uses_exactly_the_asked_completions():

@@ -201,6 +201,7 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
     ({"logprob_chunk_size": 0}, ["logprob_chunk_size is 0"]),
+    ({"max_tokens_per_micro_batch": 0}, ["max_tokens_per_micro_batch is 0", "at least 1 token"]),
     ({"vllm_gpu_memory_utilization": 0.0}, ["vllm_gpu_memory_utilization=0.0", "above 0"]),
     ({"vllm_gpu_memory_utilization": 1.5}, ["vllm_gpu_memory_utilization=1.5", "up to 1"]),
     (
@@ -358,6 +359,8 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_importance_sampling_clip_max": (["2.0"], 2.0),
     "vllm_importance_sampling_clip_min": (["0.5"], 0.5),
     "logprob_chunk_size": (["64"], 64),
+    "padding_free": (["True"], True),
+    "max_tokens_per_micro_batch": (["4096"], 4096),
     "log_completions": (["True"], True),
     "num_completions_to_print": (["0"], 0),
     "log_unique_prompts": (["True"], True),

@@ -1,0 +1,150 @@
+"""Attention inside each of the rows that lie one behind another in a packed sequence.
+
+It is registered with transformers under a name of its own (``AttentionInterface``, ``AttentionMaskInterface``: the
+library's extension points). A pass that brings no row boundaries is transformers' own ``sdpa``, masks included, so a
+model that has it installed still does everything it did before. It stays installed, because gradient checkpointing
+calls it a second time, in the backward pass.
+"""
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+NAME = "colocate_varlen"
+REPLACED = "sdpa"
+
+_KNOWN = frozenset(
+    {"scaling", "is_causal", "position_ids", "position_embeddings", "cache_position"}
+    | {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+)
+"""Arguments that a packed pass reads or that change nothing in it. Any other one asks for another kind of attention."""
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""The kernel groups heads by itself; newer versions of the function in front of it want to be told."""
+
+
+class UnsupportedAttentionError(RuntimeError):
+    """The model asks its attention for something that a packed pass does not do."""
+
+
+def install(model: PreTrainedModel) -> None:
+    """Makes ``model`` use this attention."""
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()[REPLACED])
+    model.set_attn_implementation(NAME)
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Gives ``model`` back what it had."""
+    model.set_attn_implementation(REPLACED)
+
+
+def check_installed(model: nn.Module) -> None:
+    """Refuses a model that would ignore the row boundaries."""
+    config: Any = model.config
+    assert config._attn_implementation == NAME, config._attn_implementation
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **given: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of a packed sequence, each token to the earlier ones of its own row.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, N, size].
+        key: [1, key heads, N, size].
+        value: as key.
+        attention_mask: read only where there are no row boundaries.
+        given: as transformers passes them on: ``scaling`` of the scores, ``cu_seq_lens_q`` int32 [rows + 1] (where each
+            row starts, and N; None: no packed pass), ``max_length_q`` (tokens of the longest row).
+
+    Returns:
+        [1, N, heads, size], and no attention weights.
+
+    Raises:
+        UnsupportedAttentionError: when the layer wants more than causal attention inside each row.
+    """
+    cumulated = given.get("cu_seq_lens_q")
+    if cumulated is None:
+        usual: tuple[torch.Tensor, None] = AttentionInterface()[REPLACED](
+            module, query, key, value, attention_mask, **given
+        )
+        return usual
+    _check_packed(module, query, given)
+    scaling = given.get("scaling")
+    if _kernel_takes(query, value):
+        return by_kernel(query, key, value, cumulated, given["max_length_q"], scaling), None
+    return by_rows(query, key, value, cumulated, scaling), None
+
+
+def _check_packed(module: nn.Module, query: torch.Tensor, given: dict[str, Any]) -> None:
+    wanted = {name: asked for name, asked in given.items() if name not in _KNOWN}
+    wanted = {
+        name: asked
+        for name, asked in wanted.items()
+        if asked is not None and not (isinstance(asked, bool | int | float) and not asked)
+    }
+    causal = given.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if wanted or not causal or query.shape[0] != 1:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} asks for {', '.join(sorted(wanted)) or 'nothing further'}, causal={causal}, on "
+            f"{query.shape[0]} sequence(s)"
+        )
+
+
+def by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cumulated: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """All rows in one launch of the Flash Attention kernel that torch brings along; CUDA, 16 bits."""
+    dtype = _compute_dtype(query)
+    q, k, v = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
+    further: Any = {"scale": scaling, "window_size": (-1, 0), **_GROUPED}
+    output: Any = varlen_attn(q, k, v, cumulated, cumulated, longest, longest, **further)
+    return cast(torch.Tensor, output[None])
+
+
+def by_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cumulated: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Row after row through torch's own attention: exact everywhere, and no mask of N x N."""
+    lengths = cumulated.diff().tolist()
+    grouped = query.shape[1] != key.shape[1]
+    outputs = [
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _compute_dtype(query: torch.Tensor) -> torch.dtype:
+    """Under autocast rotations come out in float32; attention is computed in autocast's type all the same."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    size = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and _compute_dtype(query) in (torch.bfloat16, torch.float16)
+        and size == value.shape[-1]
+        and size <= 256
+        and size % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )

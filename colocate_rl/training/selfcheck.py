@@ -1,0 +1,86 @@
+"""Proves on a few short rows, before training, that a model computes without padding what it computes with it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from colocate_rl.engine.protocol import Completion
+from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.training.objective import Objective
+
+LENGTHS = ((5, 1), (1, 9), (11, 21), (2, 14))
+"""Prompt and completion tokens of each row: different enough that a row that saw another one would show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far passes with and without padding agree on the same rows."""
+
+    logprob_gap: float
+    """Mean |difference| of the log-probabilities of completion tokens, in nats."""
+    gradient_cosine: float
+    """Between the gradients of the policy's vectors (norms and biases), which reach through every layer."""
+
+    def shortfall(self, *, exact: bool) -> str | None:
+        """What is wrong, or None.
+
+        Args:
+            exact: whether the model computes in float32; else the two ways round differently.
+        """
+        if not self.logprob_gap <= (1e-3 if exact else 0.05):
+            return f"log-probabilities with and without padding differ by {self.logprob_gap:.2g} nats on average"
+        if not self.gradient_cosine >= (0.999 if exact else 0.98):
+            return f"gradients with and without padding have a cosine of only {self.gradient_cosine:.4f}"
+        return None
+
+
+def compare(model: PreTrainedModel, objective: Objective) -> Agreement:
+    """Runs the same rows through ``model`` both ways; its weights and gradients stay as they are.
+
+    Args:
+        model: a model whose attention is installed, on its device.
+        objective: gives temperature, chunk and mixed precision of the passes.
+    """
+    was_training = model.training
+    model.eval()  # dropout would be another one in each pass
+    try:
+        batch = _rows(model).to(model.device)
+        vectors = [weight for weight in model.parameters() if weight.ndim == 1 and weight.requires_grad]
+        (padded, padded_gradient), (packed, packed_gradient) = (
+            _pass(model, replace(objective, packed=packed, max_tokens=None), batch, vectors) for packed in (False, True)
+        )
+    finally:
+        model.train(was_training)
+    gap = (padded - packed)[batch.completion_mask].abs().mean()
+    cosine = torch.nn.functional.cosine_similarity(padded_gradient, packed_gradient, dim=0) if vectors else 1.0
+    return Agreement(float(gap), float(cosine))
+
+
+def _rows(model: PreTrainedModel) -> RolloutBatch:
+    generator = torch.Generator().manual_seed(0)
+    embeddings: Any = model.get_input_embeddings()
+
+    def ids(length: int) -> list[int]:
+        drawn: list[int] = torch.randint(embeddings.weight.shape[0], (length,), generator=generator).tolist()
+        return drawn
+
+    return RolloutBatch.from_rows(
+        [ids(prompt) for prompt, _ in LENGTHS],
+        [Completion(ids(length), [0.0] * length, "length") for _, length in LENGTHS],
+        torch.zeros(len(LENGTHS)),
+        keep=[True] * len(LENGTHS),
+        pad_token_id=0,
+    )
+
+
+def _pass(
+    model: PreTrainedModel, objective: Objective, batch: RolloutBatch, vectors: list[torch.nn.Parameter]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.set_grad_enabled(bool(vectors)):
+        logprobs = objective.statistics(model, model, batch).logprobs
+    if not vectors:
+        return logprobs, torch.zeros(0)
+    found = torch.autograd.grad(logprobs.sum(), vectors, materialize_grads=True)
+    return logprobs.detach(), torch.cat([part.float() for part in found])
