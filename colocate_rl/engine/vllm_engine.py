@@ -97,15 +97,14 @@ class VllmEngine:
         self._checked = False
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
         atexit.register(self.close)
-        with self._process.entered():
+        with self._process.entered(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch while it loads
             self._build()
 
     def _build(self) -> None:
         spec = self._spec
         _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch while it loads
-            from vllm import LLM
+        from vllm import LLM
 
         arguments: dict[str, Any] = {
             "model": self._folder.name,
