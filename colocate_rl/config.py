@@ -43,6 +43,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         self._check_ranges()
         self._check_unsupported()
         self._resolve_batches()
+        self._check_staleness()
 
     def _normalise(self) -> None:
         if isinstance(self.vllm_devices, str):
@@ -71,6 +72,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "scale_rewards": options.ScaleRewards,
             "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
             "old_logprobs": options.OldLogprobs,
+            "overlap": options.Overlap,
         }
         for name, literal in allowed.items():
             value = getattr(self, name)
@@ -156,6 +158,22 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             raise ConfigError(
                 "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. "
                 "Remove the setting; ranks then train with DistributedDataParallel."
+            )
+
+    def _check_staleness(self) -> None:
+        """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""
+        if self.overlap == "none":
+            return
+        steps = -(-self.micro_batches_per_rollout // self.gradient_accumulation_steps)
+        if steps > self.max_staleness:
+            raise ConfigError(
+                f"overlap={self.overlap!r} generates a batch while the one before it is trained, which takes "
+                f"steps_per_generation={self.steps_per_generation} x num_iterations={self.num_iterations} / "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} = {steps} optimizer steps, so "
+                f"completions "
+                f"would be {steps} versions old; max_staleness={self.max_staleness} refuses that. Raise it, or "
+                f"use each "
+                "generation batch for fewer steps."
             )
 
     def _resolve_batches(self) -> None:

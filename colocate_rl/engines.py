@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
+from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Engine
 from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
@@ -143,9 +144,8 @@ def build_engine(
     for first in (True, False):  # engine 0 compiles and fills the cache on disk, from which the others start together
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
-                engine = VllmEngine(
-                    _engine_spec(args, placement, shard, config, policy_dtype, window, longest_prompt, ports)
-                )
+                spec = _engine_spec(args, placement, shard, config, policy_dtype, window, longest_prompt, ports)
+                engine = VllmEngine(spec) if args.overlap == "none" else BackgroundEngine(spec)
     return engine
 
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.rollout.collect import Row
+from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
 
 
@@ -41,6 +42,20 @@ def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[R
         drop_last=True,
     )
     return loader, sampler
+
+
+def batch_feed(args: GRPOConfig, rows: datasets.Dataset, collectives: Collectives) -> BatchFeed:
+    """The same rows by the number of their generation batch, for a schedule that looks ahead."""
+    assert args.generation_batch_size is not None
+    return BatchFeed(
+        rows,
+        prompts_per_batch=args.generation_batch_size // args.num_generations,
+        num_generations=args.num_generations,
+        rank=collectives.rank,
+        world_size=collectives.world_size,
+        shuffle=args.shuffle_dataset,
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+    )
 
 
 def eval_loader(args: GRPOConfig, rows: datasets.Dataset, collectives: Collectives) -> DataLoader[Row]:

@@ -12,6 +12,7 @@ ImportanceSamplingLevel = Literal["token", "sequence"]
 ScaleRewards = Literal["group", "batch", "none"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
+Overlap = Literal["none", "one_step"]
 
 SUPPORTED_VLLM = ("0.24", "0.33")
 """Half-open range of vLLM versions this package is tested with (both ends)."""
@@ -90,6 +91,15 @@ class GRPOOptions:
         None,
         "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. "
         "None: 0.01 when both compute in float32, else 0.2. 0 switches the check off.",
+    )
+    overlap: str = _setting(
+        "none",
+        "none: ranks wait while engines generate, and the other way round. one_step: engines generate the next batch, "
+        "with the weights of before the update, while ranks train on the last one; each engine then lives in a child "
+        "process of its rank.",
+    )
+    max_staleness: int = _setting(
+        1, "one_step: most optimizer steps by which the policy may be ahead of the weights that sampled a completion."
     )
     use_vllm: bool = _setting(True, "Kept for TRL scripts. Only True works here: generation is always by the engines.")
     vllm_mode: str = _setting("colocate", "Kept for TRL scripts. Only 'colocate' (in-process engines) exists here.")

@@ -12,7 +12,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.collect import Scored
+from colocate_rl.rollout.collect import Answered, Scored
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats
 
@@ -58,6 +58,12 @@ class RunLog:
             self.metrics.share(f"{name}/tokens_per_s", tokens, seconds)
             self._engine_seconds[stat.engine] += stat.seconds
 
+    def note_staleness(self, answered: Answered, policy_version: int) -> None:
+        """Logs how many versions the policy is ahead of the completions it is about to learn from."""
+        ages = [policy_version - completion.policy_version for completion in answered.completions]
+        if ages:
+            self.metrics.mean("staleness", sum(ages) / len(ages), len(ages))
+
     def note_completions(self, scored: Scored, codec: PromptCodec) -> None:
         """Adds all ranks' rows to the completions table, if there is one; every rank must call it."""
         if not self._args.log_completions:
@@ -82,6 +88,7 @@ class RunLog:
             self.metrics.mean(f"time/{name}_s", seconds)
         busy = sum(self._engine_seconds) / len(self._engine_seconds) + others["sync"]
         self.metrics.mean("time/idle_train", 1 - train / total)
+        self.metrics.mean("time/overlap_efficiency", min(1.0, max(train, *self._engine_seconds) / total))
         self.metrics.mean("time/idle_generate", max(0.0, 1 - busy / total))
         self._engine_seconds = [0.0] * len(self._engine_seconds)
 

@@ -30,6 +30,7 @@ from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.rewards import RewardFunction
 from colocate_rl.runlog import RunLog
+from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
 from colocate_rl.training.objective import Objective
@@ -145,8 +146,6 @@ class GRPOTrainer(Trainer):
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._micro_step = 0
-        self._rollouts_in_step = 0
-        self._step_of_last_rollout = -1
         self._micro_steps_since_update = 0
         self._tokens_per_slice = 1.0
 
@@ -181,6 +180,14 @@ class GRPOTrainer(Trainer):
             vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
             gap_limit=settings.logprob_gap_limit(args, dtype),
         )
+        clock, seed = self._log.clock, self._rollout_seed
+        self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
+        if args.overlap == "one_step":
+            self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
+
+    def _rollout_seed(self, number: int) -> int | None:
+        """Of generation batch ``number``, when completions shall not depend on the number of engines."""
+        return engines.engine_seed(self.args.seed, -1, number) if self.args.vllm_per_request_seeds else None
 
     # Data
 
@@ -188,8 +195,17 @@ class GRPOTrainer(Trainer):
         """Yields this rank's rows of one generation batch, as often as the batch is used."""
         assert isinstance(self.train_dataset, datasets.Dataset)
         loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
+        self._feed = loaders.batch_feed(self.args, self.train_dataset, self.collectives)
         prepared: DataLoader[Row] = self.accelerator.prepare(loader)
         return prepared
+
+    def _rows_of(self, number: int) -> Sequence[Row] | None:
+        """This rank's rows of a generation batch to come, or None past the end of the run."""
+        args = self.args
+        first_micro_step = number * args.micro_batches_per_rollout
+        if first_micro_step >= self._micro_steps_in_run():
+            return None
+        return self._feed.batch(number)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Row]:
         """Yields this rank's share of the evaluation rows, each (prompt, copy) on exactly one rank."""
@@ -216,14 +232,11 @@ class GRPOTrainer(Trainer):
     def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
         args = self.args
         assert args.steps_per_generation is not None
-        step = self.state.global_step
-        self._rollouts_in_step = self._rollouts_in_step + 1 if step == self._step_of_last_rollout else 0
-        self._step_of_last_rollout = step
-        with self._log.clock.phase("sync"):
-            self.weight_sync.sync(step)
-        seed = engines.engine_seed(args.seed, self._rollouts_in_step, step) if args.vllm_per_request_seeds else None
-        scored, batch, stats = self.rollout.collect(rows, self._log.metrics, trainer_state=self.state, seed=seed)
-        self._note_rollout(scored, batch, stats)
+        number = self._micro_step // args.micro_batches_per_rollout
+        answered = self.schedule.next(number, rows, self.state.global_step)
+        scored, batch = self.rollout.score(answered, self._log.metrics, trainer_state=self.state)
+        self._log.note_staleness(answered, self.state.global_step)
+        self._note_rollout(scored, batch, answered.stats)
         order = torch.randperm(batch.num_rows).tolist()
         slices = batch.rows(order).split(args.steps_per_generation)
         return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
@@ -294,10 +307,11 @@ class GRPOTrainer(Trainer):
         policy = self.accelerator.unwrap_model(self.model)
         policy.eval()
         metrics = MetricBuffer()
+        self.schedule.pause()
         self.weight_sync.sync(self.state.global_step)
         num_rows = 0
         for number, rows in enumerate(dataloader):
-            seed = engines.engine_seed(self.args.seed, -1 - number, 0) if self.args.vllm_per_request_seeds else None
+            seed = engines.engine_seed(self.args.seed, -2 - number, 0) if self.args.vllm_per_request_seeds else None
             _, batch, _ = self.rollout.collect(rows, metrics, trainer_state=self.state, seed=seed)
             self._evaluate_loss(policy, batch, metrics)
             num_rows += len(rows)
@@ -353,14 +367,24 @@ class GRPOTrainer(Trainer):
         are trained, so that each prompt is trained as often as in an unbroken run.
         """
         args = self.args
-        micro_steps = len(self._train_sampler) // (args.generation_batch_size or 1) * (args.steps_per_generation or 1)
-        updates = -(-micro_steps // args.gradient_accumulation_steps)
-        self._micro_step = global_step % max(updates, 1) * args.gradient_accumulation_steps
+        epoch, step = divmod(global_step, self._steps_per_epoch())
+        self._micro_step = epoch * self._micro_steps_per_epoch() + step * args.gradient_accumulation_steps
         self._buffer = []
         if self.engine is not None and global_step > 0:
             shard = self.placement.shard_of(self.collectives.rank)
             assert shard is not None
             self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
+
+    def _micro_steps_per_epoch(self) -> int:
+        return self._feed.batches_per_epoch * self.args.micro_batches_per_rollout
+
+    def _steps_per_epoch(self) -> int:
+        return -(-self._micro_steps_per_epoch() // self.args.gradient_accumulation_steps)
+
+    def _micro_steps_in_run(self) -> int:
+        """Micro-batches up to ``state.max_steps``; an epoch's last step may have fewer than the others."""
+        epochs, steps = divmod(self.state.max_steps, self._steps_per_epoch())
+        return epochs * self._micro_steps_per_epoch() + steps * self.args.gradient_accumulation_steps
 
     def set_epoch(self, epoch: int) -> None:
         """Gives each epoch its own order of prompts, the same one after a resume."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -45,6 +45,8 @@ class Completion:
     sampling_logprobs: Sequence[float]
     """[C] log-probability of each id under the distribution it was sampled from."""
     finish_reason: FinishReason
+    policy_version: int = 0
+    """Version of the policy whose weights sampled it."""
 
 
 class Engine(Protocol):
@@ -64,4 +66,17 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees the engine's memory; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class Background(Engine, Protocol):
+    """An engine that can also answer while its rank does something else."""
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingSpec) -> None:
+        """Starts generating and returns at once; nothing else may be asked before :meth:`finish`."""
+        ...
+
+    def finish(self) -> tuple[list[list[Completion]], float]:
+        """Waits for what :meth:`begin` started: the completions of every request, and the seconds they took."""
         ...

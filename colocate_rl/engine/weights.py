@@ -7,6 +7,7 @@ to this view of that parameter". Later syncs replay the notes into the same stor
 reading.
 """
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,13 +43,14 @@ class CopyRecorder(TorchDispatchMode):
     """Notes every copy whose source is one of the given policy tensors, and everything else that is written.
 
     Args:
-        weights: policy tensors by name; none may share storage with another.
+        weights: contiguous policy tensors by name; they may lie in one storage, but not overlap.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in weights.items()}
-        self._weights = weights
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in weights.items())
+        self._starts = [start for start, _, _ in spans]
+        self._spans = spans
         self.copies: list[Copy] = []
         self.constants: list[torch.Tensor] = []
         """Views filled with a constant: they need no further copy."""
@@ -66,13 +68,21 @@ class CopyRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        name = None if source.is_meta else self._names.get(source.untyped_storage().data_ptr())
-        if name is None or source.shape != target.shape:
+        found = None if source.is_meta or source.numel() == 0 else self._owner(source.data_ptr())
+        if found is None or source.shape != target.shape:
             self.foreign.append(target)
             return
-        tensor = self._weights[name]
-        offset = int(source.storage_offset()) - int(tensor.storage_offset())
+        name, start = found
+        offset = (source.data_ptr() - start) // source.element_size()
         self.copies.append(Copy(name, tuple(source.shape), tuple(source.stride()), offset, target))
+
+    def _owner(self, address: int) -> tuple[str, int] | None:
+        """The policy tensor that ``address`` lies in, and where that tensor starts."""
+        position = bisect.bisect_right(self._starts, address) - 1
+        if position < 0 or address >= self._spans[position][1]:
+            return None
+        start, _, name = self._spans[position]
+        return name, start
 
 
 class CopyPlan:

@@ -10,7 +10,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.advantages import ScoredGroups, group_advantages, weighted_sum
-from colocate_rl.rollout.generate import Generator
+from colocate_rl.rollout.generate import Generator, Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
 from colocate_rl.rollout.rewards import Rewards
@@ -48,6 +48,24 @@ class Scored:
     """Columns that reward functions added with ``log_extra``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Rows whose completions the engines have been asked for."""
+
+    rows: list[Row]
+    pending: Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """This rank's rows with their completions; one entry per row in each list but the last."""
+
+    rows: list[Row]
+    prompt_ids: list[tuple[int, ...]]
+    completions: list[Completion]
+    stats: list[EngineStats]
+
+
 class Rollout:
     """Collects rollouts for this rank; all ranks call :meth:`collect` together.
 
@@ -76,37 +94,66 @@ class Rollout:
         self._collectives = collectives
         self._clock = clock
 
-    def collect(
-        self, rows: Sequence[Row], metrics: MetricBuffer, *, trainer_state: Any, seed: int | None
-    ) -> tuple[Scored, RolloutBatch, list[EngineStats]]:
-        """Generates one completion per row and scores it against the others of its group.
+    def begin(self, rows: Sequence[Row], *, policy_version: int, seed: int | None) -> Begun:
+        """Asks the engines for one completion per row.
 
         Args:
             rows: this rank's rows; rows with the same prompt index, on any rank, form a group. May be empty.
-            metrics: receives the figures of the rollout.
-            trainer_state: handed to the reward functions.
-            seed: see :meth:`colocate_rl.rollout.generate.Generator.generate`.
-
-        Returns:
-            The scored rows, the padded batch (on the CPU, rows in order), and what each engine did.
+            policy_version: of the weights the engines have.
+            seed: see :meth:`colocate_rl.rollout.generate.Generator.begin`.
         """
         with self._collectives.failing_together("encoding prompts"):
             prompts = self._encode(rows)
         with self._clock.phase("generate"):
-            answers, stats = self._generator.generate(prompts, self.settings.sampling, seed)
+            pending = self._generator.begin(prompts, self.settings.sampling, policy_version=policy_version, seed=seed)
+        return Begun(list(rows), pending)
+
+    def wait(self, begun: Begun) -> Answered:
+        """Waits until the engines have answered, and only that: an engine is free for other work afterwards."""
+        with self._clock.phase("generate"):
+            answers, stats = self._generator.finish(begun.pending)
+        prompts = begun.pending.prompts
         by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(prompts, answers, strict=True)}
-        prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in rows]
-        completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in rows]
+        prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in begun.rows]
+        completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
+        return Answered(begun.rows, prompt_ids, completions, stats)
+
+    def score(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> tuple[Scored, RolloutBatch]:
+        """Scores the completions, each against the others of its group.
+
+        Args:
+            answered: by the engines.
+            metrics: receives the figures of the rollout.
+            trainer_state: handed to the reward functions.
+
+        Returns:
+            The scored rows, and the padded batch (on the CPU, rows in order).
+        """
+        completions = answered.completions
         with self._clock.phase("score"):
-            scored = self._score(list(rows), prompt_ids, completions, metrics, trainer_state)
+            scored = self._score(answered.rows, answered.prompt_ids, completions, metrics, trainer_state)
         batch = RolloutBatch.from_rows(
-            prompt_ids,
+            answered.prompt_ids,
             completions,
             scored.advantages,
             keep=[not (self.settings.mask_truncated_completions and c.finish_reason != "stop") for c in completions],
             pad_token_id=self.settings.pad_token_id,
         )
-        return scored, batch, stats
+        return scored, batch
+
+    def collect(
+        self,
+        rows: Sequence[Row],
+        metrics: MetricBuffer,
+        *,
+        trainer_state: Any,
+        seed: int | None,
+        policy_version: int = 0,
+    ) -> tuple[Scored, RolloutBatch, list[EngineStats]]:
+        """:meth:`begin`, :meth:`wait` and :meth:`score` in one call."""
+        answered = self.wait(self.begin(rows, policy_version=policy_version, seed=seed))
+        scored, batch = self.score(answered, metrics, trainer_state=trainer_state)
+        return scored, batch, answered.stats
 
     def _encode(self, rows: Sequence[Row]) -> list[Prompt]:
         """This rank's distinct prompts, each tokenised once."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from colocate_rl.collectives import Collectives
-from colocate_rl.engine.protocol import Completion, Engine, FinishReason, Request, SamplingSpec
+from colocate_rl.engine.protocol import Background, Completion, Engine, FinishReason, Request, SamplingSpec
 from colocate_rl.errors import EngineError
 from colocate_rl.placement import Placement, split_evenly
 from colocate_rl.rollout.records import EngineStats, Prompt
@@ -38,6 +38,23 @@ class Part:
     """Position in the list of groups."""
     first_copy: int
     num_copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A generation batch that the engines have been asked for."""
+
+    prompts: list[Prompt]
+    """This rank's."""
+    first_copy: list[int]
+    """Of each of them, the first copy that is this rank's."""
+    groups: list[Group]
+    parts: list[list[Part]]
+    """Of each engine."""
+    requests: list[Request]
+    """For the engine of this rank; empty without one."""
+    sampling: SamplingSpec
+    policy_version: int
 
 
 def assign(copies: Sequence[int], num_engines: int) -> list[list[Part]]:
@@ -94,38 +111,60 @@ class Generator:
         if (engine is None) != (self._shard is None):
             raise EngineError(f"rank {collectives.rank}: engine {engine!r} does not match placement {self._shard!r}.")
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingSpec, seed: int | None = None
-    ) -> tuple[list[list[Completion]], list[EngineStats]]:
-        """Completes every rank's prompts; all ranks must call it, also with no prompts of their own.
+    def begin(
+        self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, policy_version: int, seed: int | None = None
+    ) -> Pending:
+        """Hands every rank's prompts to the engines; all ranks must call it, also with no prompts of their own.
+
+        An engine in the background starts at once, one inside the rank answers when :meth:`finish` is called.
 
         Args:
             prompts: this rank's prompts, each index once; an index may also appear on other ranks (a group that
                 straddles ranks).
             sampling: the same on all ranks.
+            policy_version: of the weights the engines have; every completion carries it.
             seed: of this rollout, the same on all ranks: completions then depend on it, the prompt's index and the copy
                 alone, not on the number of engines. None: the engines sample from their own streams.
-
-        Returns:
-            The completions of each of this rank's prompts, in order, and one record per engine.
         """
         groups, first_copy = self._gather_groups(prompts)
         with self._collectives.failing_together("checking prompts"):
             for group in groups:
                 self._check_prompt(len(group.token_ids), f"The prompt of row {group.index}")
         parts = assign([group.num_copies for group in groups], self._placement.num_engines)
+        requests: list[Request] = []
+        with self._collectives.failing_together("handing prompts to the engines"):
+            if self._shard is not None:
+                requests = _requests(groups, parts[self._shard.engine], seed)
+            if requests and isinstance(self._engine, Background):
+                self._engine.begin(requests, sampling)
+        return Pending(list(prompts), first_copy, groups, parts, requests, sampling, policy_version)
+
+    def finish(self, pending: Pending) -> tuple[list[list[Completion]], list[EngineStats]]:
+        """Brings every completion back to the rank that asked for it; all ranks must call it, once for each begin.
+
+        Returns:
+            The completions of each of this rank's prompts, in order, and one record per engine.
+        """
         answers: list[list[Completion]] = []
         seconds = 0.0
         with self._collectives.failing_together("generating completions"):
-            if self._engine is not None and self._shard is not None:
-                start = time.perf_counter()
-                answers = self._answer(self._engine, groups, parts[self._shard.engine], sampling, seed)
-                seconds = time.perf_counter() - start
-        rows, stats = self._gather_answers(answers, groups, parts, seconds)
+            if self._engine is not None and pending.requests:
+                answers, seconds = self._answer(self._engine, pending)
+        rows, stats = self._gather_answers(answers, pending, seconds)
         mine = []
-        for prompt, first in zip(prompts, first_copy, strict=True):
+        for prompt, first in zip(pending.prompts, pending.first_copy, strict=True):
             mine.append([rows[prompt.index, copy] for copy in range(first, first + prompt.num_copies)])
         return mine, stats
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSpec,
+        seed: int | None = None,
+        policy_version: int = 0,
+    ) -> tuple[list[list[Completion]], list[EngineStats]]:
+        """:meth:`begin` and :meth:`finish` in one call."""
+        return self.finish(self.begin(prompts, sampling, policy_version=policy_version, seed=seed))
 
     def _gather_groups(self, prompts: Sequence[Prompt]) -> tuple[list[Group], list[int]]:
         """Merges all ranks' prompts to groups, and finds the first copy that belongs to each local prompt."""
@@ -150,25 +189,17 @@ class Generator:
                     first_copy.append(before)
         return list(groups.values()), first_copy
 
-    def _answer(
-        self,
-        engine: Engine,
-        groups: Sequence[Group],
-        parts: Sequence[Part],
-        sampling: SamplingSpec,
-        seed: int | None,
-    ) -> list[list[Completion]]:
-        requests = []
-        for part in parts:
-            group = groups[part.group]
-            own = None if seed is None else request_seed(seed, group.index) + part.first_copy
-            requests.append(Request(group.token_ids, part.num_copies, own))
-        if not requests:
-            return []
-        answers = engine.generate(requests, sampling)
+    @staticmethod
+    def _answer(engine: Engine, pending: Pending) -> tuple[list[list[Completion]], float]:
+        if isinstance(engine, Background):
+            answers, seconds = engine.finish()
+        else:
+            start = time.perf_counter()
+            answers = engine.generate(pending.requests, pending.sampling)
+            seconds = time.perf_counter() - start
         counts = [len(answer) for answer in answers]
-        if counts != [request.num_completions for request in requests]:
-            wanted = [request.num_completions for request in requests]
+        wanted = [request.num_completions for request in pending.requests]
+        if counts != wanted:
             raise EngineError(f"the engine was asked for {wanted} completions and gave {counts}.")
         for answer in answers:
             for completion in answer:
@@ -177,13 +208,12 @@ class Generator:
                         f"the engine gave {len(completion.token_ids)} token ids but "
                         f"{len(completion.sampling_logprobs)} log-probabilities for one completion."
                     )
-        return answers
+        return answers, seconds
 
     def _gather_answers(
         self,
         answers: Sequence[Sequence[Completion]],
-        groups: Sequence[Group],
-        parts: Sequence[Sequence[Part]],
+        pending: Pending,
         seconds: float,
     ) -> tuple[dict[tuple[int, int], Completion], list[EngineStats]]:
         """Shares every engine's completions with all ranks as flat tensors; keys are (prompt index, copy)."""
@@ -199,7 +229,7 @@ class Generator:
         all_seconds = gather(torch.tensor([seconds], dtype=torch.float64))
         rows: dict[tuple[int, int], Completion] = {}
         stats = []
-        for engine, engine_parts in enumerate(parts):
+        for engine, engine_parts in enumerate(pending.parts):
             rank = self._placement.host_of(engine)
             tokens, values = all_ids[rank].tolist(), all_logprobs[rank].tolist()
             heads_left = iter(all_heads[rank].tolist())
@@ -208,11 +238,20 @@ class Generator:
                 for copy in range(part.first_copy, part.first_copy + part.num_copies):
                     length, reason = next(heads_left)
                     span = slice(position, position + length)
-                    key = groups[part.group].index, copy
-                    rows[key] = Completion(tokens[span], values[span], _FINISH_REASONS[reason])
+                    key = pending.groups[part.group].index, copy
+                    rows[key] = Completion(tokens[span], values[span], _FINISH_REASONS[reason], pending.policy_version)
                     position += length
             stats.append(EngineStats(engine, len(engine_parts), position, float(all_seconds[rank].item())))
         return rows, stats
+
+
+def _requests(groups: Sequence[Group], parts: Sequence[Part], seed: int | None) -> list[Request]:
+    requests = []
+    for part in parts:
+        group = groups[part.group]
+        own = None if seed is None else request_seed(seed, group.index) + part.first_copy
+        requests.append(Request(group.token_ids, part.num_copies, own))
+    return requests
 
 
 def _joined(lists: Sequence[Sequence[int] | Sequence[float]], dtype: type) -> np.ndarray:

@@ -1,0 +1,179 @@
+"""An engine in a child process of its rank, which goes on generating while the rank trains.
+
+A generating thread would starve training of the interpreter lock; a whole engine in a process of its own does not. The
+child maps the policy's weights (:mod:`colocate_rl.engine.shared_weights`), its errors reach the rank with their
+traceback, and a child that dies or goes silent ends the rank's call.
+"""
+
+import atexit
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colocate_rl.engine.child import KEY_VARIABLE, PARENT_VARIABLE, Failure
+from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
+from colocate_rl.engine.shared_weights import SharedWeights
+from colocate_rl.errors import EngineError
+
+SILENCE_S = 45.0
+"""Seconds without a sign of life after which a child counts as hanging."""
+START_S = 120.0
+"""Seconds a child may take to import and connect."""
+
+
+class BackgroundEngine:
+    """The same engine behind a pipe.
+
+    Args:
+        spec: an ``EngineSpec``; the child builds a ``VllmEngine`` from it.
+        silence_s: see :data:`SILENCE_S`.
+
+    Raises:
+        EngineError: with the child's traceback, when it cannot be built.
+    """
+
+    def __init__(self, spec: Any, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_child_")
+        self._shared: SharedWeights | None = None
+        self._pending = False
+        self._process: subprocess.Popen[bytes] | None
+        self._process, self._pipe = self._start()
+        atexit.register(self.close)
+        try:
+            self._call("build", spec)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> "tuple[subprocess.Popen[bytes], Connection[Any, Any]]":
+        address, key = str(Path(self._folder.name) / "pipe"), secrets.token_bytes(32)
+        environment = {
+            **os.environ,
+            KEY_VARIABLE: key.hex(),
+            PARENT_VARIABLE: str(os.getpid()),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        with Listener(address, family="AF_UNIX", authkey=key) as listener:
+            process = subprocess.Popen([sys.executable, "-m", "colocate_rl.engine.child", address], env=environment)
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]  # the public accept() waits for ever
+            deadline = time.monotonic() + START_S
+            while True:
+                try:
+                    return process, listener.accept()
+                except TimeoutError:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        process.kill()
+                        raise EngineError(
+                            f"the engine's process did not start (status {process.poll()}); its output is above."
+                        ) from None
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingSpec) -> None:
+        """Starts generating and returns at once; :meth:`finish` waits for the answers."""
+        self._send("generate", list(requests), sampling)
+        self._pending = True
+
+    def finish(self) -> tuple[list[list[Completion]], float]:
+        """Waits for what :meth:`begin` started.
+
+        Returns:
+            The completions of every request, and the seconds the engine took.
+        """
+        self._pending = False
+        answers, seconds = self._receive()
+        return answers, seconds
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
+        """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
+        self.begin(requests, sampling)
+        return self.finish()[0]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`; the child copies while this call waits."""
+        named = list(weights)
+        if self._shared is None or not self._shared.still_covers(named):
+            if self._shared is not None:
+                self._shared.close()
+            self._shared = SharedWeights(named)
+            self._call("share", self._shared.manifest)
+        self._shared.publish(named)
+        self._call("load")
+
+    def reseed(self, seed: int) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Engine.reseed`."""
+        self._call("reseed", seed)
+
+    def close(self) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Engine.close`."""
+        if self._process is None:
+            return
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError, EOFError):
+            self._pipe.send(("close", ()))
+        try:
+            self._process.wait(0.1 if self._pending else 20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        self._pipe.close()
+        if self._shared is not None:
+            self._shared.close()
+        self._folder.cleanup()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._send(name, *arguments)
+        return self._receive()
+
+    def _send(self, name: str, *arguments: Any) -> None:
+        if self._process is None:
+            raise EngineError("the engine is closed.")
+        if self._pending:
+            raise EngineError(f"the engine is generating; finish() comes before {name}.")
+        try:
+            self._pipe.send((name, arguments))
+        except OSError as error:
+            raise self._died() from error
+
+    def _receive(self) -> Any:
+        """The answer to the last call; raises what the child raised, or says how it ended."""
+        assert self._process is not None
+        heard = time.monotonic()
+        while True:
+            try:
+                if not self._pipe.poll(1.0):
+                    if time.monotonic() - heard > self._silence_s:
+                        self._process.kill()
+                        raise EngineError(
+                            f"the engine's process {self._process.pid} gave no sign of life for "
+                            f"{self._silence_s:.0f} s "
+                            "and was ended."
+                        )
+                    continue
+                kind, value = self._pipe.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise self._died() from error
+            heard = time.monotonic()
+            if kind == "done":
+                return value
+            if kind == "failed":
+                assert isinstance(value, Failure)
+                raise EngineError(f"{value.kind}: {value.text}\n\nIn the engine's process:\n{value.trace}")
+
+    def _died(self) -> EngineError:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        status = self._process.poll()
+        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        return EngineError(f"the engine's process ended unasked ({how}); its own output is above.")

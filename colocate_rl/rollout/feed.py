@@ -1,0 +1,65 @@
+"""Generation batches by number: what a rank will be asked to train on, before the loader gives it out."""
+
+from typing import Any
+
+import torch
+
+from colocate_rl.rollout.sampler import PROMPT_INDEX
+
+
+class BatchFeed:
+    """The rows of any generation batch of the run, in the order of :class:`colocate_rl.rollout.sampler.RepeatSampler`.
+
+    Args:
+        rows: the data set.
+        prompts_per_batch: prompts of a generation batch, over all ranks.
+        num_generations: copies of each (G).
+        rank: this rank.
+        world_size: number of ranks; each takes consecutive rows.
+        shuffle: permute the prompts in each epoch.
+        seed: of the permutations.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        *,
+        prompts_per_batch: int,
+        num_generations: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self._rows = rows
+        self._prompts_per_batch = prompts_per_batch
+        self._num_generations = num_generations
+        self._rank = rank
+        self._share = prompts_per_batch * num_generations // world_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole generation batches in the data set."""
+        return len(self._rows) // self._prompts_per_batch
+
+    def batch(self, number: int) -> list[dict[str, Any]]:
+        """This rank's rows of generation batch ``number``, counted from the start of the run."""
+        epoch, place = divmod(number, self.batches_per_epoch)
+        order = self._epoch_order(epoch)
+        prompts = order[place * self._prompts_per_batch : (place + 1) * self._prompts_per_batch]
+        indices = [index for index in prompts for _ in range(self._num_generations)]
+        mine = indices[self._rank * self._share : (self._rank + 1) * self._share]
+        return [{**self._rows[index], PROMPT_INDEX: index} for index in mine]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(len(self._rows)))
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed)
+            for _ in range(epoch + 1):
+                permutation = torch.randperm(len(self._rows), generator=generator)
+            self._order = (epoch, permutation.tolist())
+        return self._order[1]

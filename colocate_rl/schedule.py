@@ -1,0 +1,122 @@
+"""When engines generate and when ranks train: one after the other, or one batch ahead."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from colocate_rl.errors import EngineError
+from colocate_rl.metrics import PhaseClock
+from colocate_rl.rollout.collect import Answered, Begun, Rollout, Row
+from colocate_rl.sync import WeightSync
+
+Seed = Callable[[int], int | None]
+"""Seed of a generation batch by its number; None for the engines' own streams."""
+
+
+class Schedule(Protocol):
+    """Gives out answered generation batches; every rank calls it alike."""
+
+    def next(self, number: int, rows: Sequence[Row], policy_version: int) -> Answered:
+        """Completions for generation batch ``number``, whose rows on this rank are ``rows``."""
+        ...
+
+    def pause(self) -> None:
+        """Leaves the engines free for something else (an evaluation) without losing what they were asked for."""
+        ...
+
+
+class Synchronous:
+    """Sync, generate, then train: the engines idle while ranks train.
+
+    Args:
+        rollout: reaches the engines.
+        sync: keeps them on the policy's weights.
+        clock: charges the phase "sync".
+        seed: see :data:`Seed`.
+    """
+
+    def __init__(self, rollout: Rollout, sync: WeightSync, clock: PhaseClock, seed: Seed) -> None:
+        self._rollout = rollout
+        self._sync = sync
+        self._clock = clock
+        self._seed = seed
+
+    def next(self, number: int, rows: Sequence[Row], policy_version: int) -> Answered:
+        """See :meth:`Schedule.next`."""
+        with self._clock.phase("sync"):
+            self._sync.sync(policy_version)
+        return self._rollout.wait(self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number)))
+
+    def pause(self) -> None:
+        """Nothing is ever under way."""
+
+
+class OneStepAhead:
+    """Generates batch n+1, with the weights of before the update, while ranks train on batch n.
+
+    The engines get new weights between two batches, when they are free: completions are never of mixed versions.
+
+    Args:
+        rollout: reaches the engines, which answer in the background.
+        sync: keeps them on the policy's weights.
+        clock: charges the phase "sync".
+        seed: see :data:`Seed`.
+        rows_of: this rank's rows of any generation batch, or None past the last one that the run trains.
+        max_staleness: versions the policy may be ahead of a completion.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        sync: WeightSync,
+        clock: PhaseClock,
+        seed: Seed,
+        rows_of: Callable[[int], Sequence[Row] | None],
+        max_staleness: int,
+    ) -> None:
+        self._rollout = rollout
+        self._sync = sync
+        self._clock = clock
+        self._seed = seed
+        self._rows_of = rows_of
+        self._max_staleness = max_staleness
+        self._ahead: tuple[int, Begun] | None = None
+        self._ready: tuple[int, Answered] | None = None
+
+    def next(self, number: int, rows: Sequence[Row], policy_version: int) -> Answered:
+        """See :meth:`Schedule.next`.
+
+        Raises:
+            EngineError: for completions older than ``max_staleness``.
+        """
+        if not self._has(number):
+            self.pause()
+            self._begin(number, rows, policy_version)
+        self.pause()
+        assert self._ready is not None
+        answered, self._ready = self._ready[1], None
+        versions = {completion.policy_version for completion in answered.completions}
+        if versions and policy_version - min(versions) > self._max_staleness:
+            raise EngineError(
+                f"completions of policy version {min(versions)} reached version {policy_version}, more than "
+                f"max_staleness={self._max_staleness} later."
+            )
+        coming = self._rows_of(number + 1)
+        if coming is not None:
+            self._begin(number + 1, coming, policy_version)
+        return answered
+
+    def pause(self) -> None:
+        """Waits for what is under way, and keeps it for its turn."""
+        if self._ahead is not None:
+            number, begun = self._ahead
+            self._ahead = None
+            self._ready = (number, self._rollout.wait(begun))
+
+    def _has(self, number: int) -> bool:
+        return number in [known[0] for known in (self._ahead, self._ready) if known is not None]
+
+    def _begin(self, number: int, rows: Sequence[Row], policy_version: int) -> None:
+        with self._clock.phase("sync"):
+            self._sync.sync(policy_version)
+        begun = self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number))
+        self._ahead = (number, begun)

@@ -1,0 +1,69 @@
+"""Overlapped runs from one launch: they learn from data one version old, and a lost engine ends them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import REPOSITORY, Launcher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def test_one_step_trains_evaluates_and_stays_one_version_behind(launcher: Launcher) -> None:
+    done = launcher(
+        2,
+        overlap="one_step",
+        max_steps=12,  # more than an epoch of 10 generation batches
+        per_device_train_batch_size=8,
+        eval_dataset="eval.jsonl",
+        eval_strategy="steps",
+        eval_steps=5,
+        learning_rate=1e-3,
+    )
+    assert done.status == 0, done.text[-4000:]
+    records = [json.loads(line) for line in (launcher.folder / "out/metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "step_time" in record]
+    assert [record["staleness"] for record in steps] == [0] + [1] * 11
+    assert steps[0]["sampling/sampling_logp_difference/mean"] < 1e-3
+    assert all(record["sampling/sampling_logp_difference/mean"] > 1e-3 for record in steps[1:])
+    assert len([record for record in records if "eval_reward" in record]) == 3  # steps 5, 10 and the last
+    assert not [p for p in psutil.process_iter() if "colocate_rl.engine.child" in " ".join(p.cmdline())]
+
+
+def test_two_steps_per_generation_batch_are_refused_by_the_bound(launcher: Launcher) -> None:
+    done = launcher(1, overlap="one_step", **{"num-vllm-gpus": 1, "num_iterations": 2})
+    assert done.status != 0
+    assert "max_staleness=1 refuses that" in done.text
+
+
+def test_a_killed_engine_ends_the_run_within_a_minute(launcher: Launcher) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "-m", "colocate_rl.grpo"]
+    log = launcher.folder / "log"
+    with log.open("w") as out:
+        run = subprocess.Popen(
+            [*command, *launcher.flags(overlap="one_step", max_steps=100000)],
+            cwd=launcher.folder,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        metrics = launcher.folder / "out/metrics.jsonl"
+        deadline = time.monotonic() + 150
+        while not metrics.exists() and time.monotonic() < deadline and run.poll() is None:
+            time.sleep(0.5)
+        family = psutil.Process(run.pid).children(recursive=True)
+        children = [p for p in family if "colocate_rl.engine.child" in " ".join(p.cmdline())]
+        assert len(children) == 2, log.read_text()[-3000:]
+        children[1].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        status = run.wait(60)
+    assert status != 0
+    assert time.monotonic() - start < 60
+    assert log.read_text().count("the engine's process ended unasked (signal 9)") == 1
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
