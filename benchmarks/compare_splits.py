@@ -15,6 +15,7 @@ import platform
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,6 +42,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--num-vllm-gpus", type=int, nargs="*", default=[1], metavar="K", help="numbers of engines (default: 1)")
     add("--devices", type=int, metavar="N", help="GPUs to use (default: all that are visible)")
     add("--num-processes", type=int, metavar="W", help="training ranks (default: N-K; on CPU 2)")
+    add(
+        "--overlap",
+        nargs="+",
+        default=["none"],
+        choices=["none", "one_step"],
+        help="modes in which each split runs (default: none)",
+    )
     add("--shared-devices", action="store_true", help="where N-K < K: N ranks, engines on the training GPUs")
     add("--vllm-memory", type=float, help=f"memory share of the engines (default: 0.9; {SHARED_MEMORY} where shared)")
     add("--settings", default="{}", metavar="JSON", help="further colocate_rl.GRPOConfig settings")
@@ -83,6 +91,7 @@ def plan_rows(options: argparse.Namespace, num_devices: int) -> list[Row]:
                 "splits_devices": bool(num_devices) and not shared,
             }
         )
+    rows = [{**row, "overlap": overlap} for row in rows for overlap in options.overlap]
     for peer in options.peer:
         server = peer == "trl-server"
         rows.append(
@@ -92,9 +101,10 @@ def plan_rows(options: argparse.Namespace, num_devices: int) -> list[Row]:
                 "num_processes": max(0, num_devices - 1 if server else num_devices),
                 "num_devices": num_devices,
                 "splits_devices": False,
+                "overlap": "none",
             }
         )
-    return [{**row, "overlap": "none", "on_gpu": bool(num_devices), "error": None} for row in rows]
+    return [{**row, "on_gpu": bool(num_devices), "error": None} for row in rows]
 
 
 def command_for(row: Row, options: argparse.Namespace, paths: dict[str, Path]) -> list[str]:
@@ -111,7 +121,8 @@ def command_for(row: Row, options: argparse.Namespace, paths: dict[str, Path]) -
         words += ["--vllm-devices", ",".join(str(last - engine) for engine in range(row["num_vllm_gpus"]))]
         memory = SHARED_MEMORY if memory is None else memory
     words += [] if memory is None else ["--vllm-memory", str(memory)]
-    words += ["--num-vllm-gpus", str(row["num_vllm_gpus"]), "--settings", options.settings]
+    settings = json.dumps({"overlap": row["overlap"], **json.loads(options.settings)})
+    words += ["--num-vllm-gpus", str(row["num_vllm_gpus"]), "--settings", settings]
     return launch_command(OURS, words, row["num_processes"], on_gpu=row["on_gpu"])
 
 
@@ -161,7 +172,7 @@ def figures(result: dict[str, Any], work: Work, num_devices: int) -> dict[str, A
             )
     return {
         **middle,
-        "tokens_per_s": work.new_tokens_per_step / generate,
+        "tokens_per_s": work.new_tokens_per_step / generating_seconds(counted, generate),
         "train_tokens_per_s": work.trained_tokens_per_step / train,
         "samples_per_s_per_gpu": work.completions / step / num_devices,
         "step_s_range": [min(record["step_s"] for record in counted), max(record["step_s"] for record in counted)],
@@ -171,6 +182,12 @@ def figures(result: dict[str, Any], work: Work, num_devices: int) -> dict[str, A
         "versions": result["versions"],
         "records": result["records"],
     }
+
+
+def generating_seconds(records: list[dict[str, Any]], generate_s: float) -> float:
+    """Seconds in which engines generated: more than the ranks waited (``generate_s``) where the two overlap."""
+    longest = [max(record["engine_generate_s"]) for record in records if record.get("engine_generate_s")]
+    return statistics.median(longest) if longest else generate_s
 
 
 def describe_machine(num_devices: int) -> dict[str, Any]:
@@ -217,7 +234,8 @@ def kept_rows(path: Path, results: dict[str, Any], planned: set[str]) -> list[Ro
 
 def name_of(row: Row) -> str:
     """Folder name of a row."""
-    return f"{row['system']}-k{row['num_vllm_gpus']}-w{row['num_processes']}"
+    overlap = "" if row["overlap"] == "none" else f"-{row['overlap']}"
+    return f"{row['system']}-k{row['num_vllm_gpus']}-w{row['num_processes']}{overlap}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -261,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
 def report(results: dict[str, Any], work: Work, options: argparse.Namespace, output: Path) -> int:
     """Prints and draws what was measured."""
     rows = results["rows"]
-    rows.sort(key=lambda row: (row["system"] != "colocate_rl", row["system"], row["num_vllm_gpus"]))
+    rows.sort(key=lambda row: (row["system"] != "colocate_rl", row["system"], row["num_vllm_gpus"], row["overlap"]))
     good = [row for row in rows if row["error"] is None]
     plan, sentences = Plan.fit(rows), []
     if plan is not None:

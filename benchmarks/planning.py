@@ -41,9 +41,9 @@ class Law:
 
 
 def can_be_fitted(row: dict[str, Any]) -> bool:
-    """True for a run of this library whose two sides do not share devices."""
+    """True for a synchronous run of this library whose two sides do not share devices."""
     alone = row["splits_devices"] or not row["on_gpu"]
-    return row["system"] == "colocate_rl" and alone and row["error"] is None
+    return row["system"] == "colocate_rl" and row["overlap"] == "none" and alone and row["error"] is None
 
 
 @dataclass(frozen=True)

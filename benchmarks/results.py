@@ -69,7 +69,12 @@ SECTION_ENDS = (0, 4, 6, 8, 10)
 
 
 def title(row: Row) -> str:
-    """Column head of a row: system, split."""
+    """Column head of a row: system, split, overlap."""
+    return split_title(row) + ("" if row["overlap"] == "none" else f"\n{row['overlap']}")
+
+
+def split_title(row: Row) -> str:
+    """System and split of a row."""
     if row["splits_devices"]:
         return f"{row['system']}\n{row['num_processes']} train + {row['num_vllm_gpus']} generate"
     where = "shared" if row["on_gpu"] else "on CPU"
