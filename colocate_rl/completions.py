@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -61,10 +62,10 @@ class CompletionLog:
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
         if not rows:
             return []
-        import pandas as pd
-
         folder.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(rows).to_parquet(folder / f"completions_{step:05d}.parquet")
+        columns = dict.fromkeys(name for row in rows for name in row)
+        table = datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+        table.to_parquet(folder / f"completions_{step:05d}.parquet")
         if num_to_print != 0:
             shown = (
                 rows
@@ -77,10 +78,14 @@ class CompletionLog:
     @staticmethod
     def _table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
         table = Table(title=f"Step {step}", show_lines=True)
-        names = [name for name in rows[0] if name != "step"]
+        names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))  # extras may be missing
         for name in names:
             table.add_column(name.capitalize(), overflow="fold")
         for row in rows:
-            cells = [f"{row[n]:.2f}" if isinstance(row[n], float) else str(row[n]) for n in names]
+            cells = [_cell(row.get(name, "")) for name in names]
             table.add_row(*[Text(cell) for cell in cells])
         return table
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

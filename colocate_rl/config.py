@@ -1,5 +1,6 @@
 """`GRPOConfig`: `transformers.TrainingArguments` plus the settings of :mod:`colocate_rl.options`, checked."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -154,25 +155,38 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 "auto_find_batch_size=True would shrink the batch and cut groups of completions apart. Set "
                 "per_device_train_batch_size instead."
             )
-        if self.deepspeed or self.fsdp:
+        by_launcher = [n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_true(os.environ.get(n))]
+        if self.deepspeed or self.fsdp or by_launcher:
             raise ConfigError(
                 "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. "
                 "Remove the setting; ranks then train with DistributedDataParallel."
+            )
+
+        for name, reason in (
+            ("torch_compile", "the policy's forward pass is called through hooks that compilation would freeze"),
+            ("ignore_data_skip", "a resumed run would train other prompts than its generation batches say"),
+        ):
+            if getattr(self, name):
+                raise ConfigError(f"{name}=True is not supported: {reason}. Remove the setting.")
+        if getattr(self.accelerator_config, "split_batches", False):
+            raise ConfigError(
+                "accelerator_config.split_batches=True is not supported: per_device_train_batch_size is what one rank "
+                "trains on. Remove the setting."
             )
 
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""
         if self.overlap == "none":
             return
-        steps = -(-self.micro_batches_per_rollout // self.gradient_accumulation_steps)
+        steps, rest = divmod(self.micro_batches_per_rollout, self.gradient_accumulation_steps)
+        steps += 2 if rest else 0  # a batch may begin within a step, and an epoch may end with a short one
         if steps > self.max_staleness:
             raise ConfigError(
                 f"overlap={self.overlap!r} generates a batch while the one before it is trained, which takes "
                 f"steps_per_generation={self.steps_per_generation} x num_iterations={self.num_iterations} / "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} = {steps} optimizer steps, so "
-                f"completions "
-                f"would be {steps} versions old; max_staleness={self.max_staleness} refuses that. Raise it, or "
-                f"use each "
+                f"completions would be up to {steps} versions old; max_staleness={self.max_staleness} refuses "
+                f"that. Raise it, or use each "
                 "generation batch for fewer steps."
             )
 
@@ -217,3 +231,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         """Micro-batches trained between two rollouts: steps_per_generation x num_iterations."""
         assert self.steps_per_generation is not None
         return self.steps_per_generation * self.num_iterations
+
+
+def _is_true(value: str | None) -> bool:
+    return value is not None and value.lower() in ("1", "true", "yes", "y", "on")

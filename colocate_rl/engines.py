@@ -138,10 +138,10 @@ def build_engine(
         The engine, or None on a rank without one.
     """
     shard = placement.shard_of(collectives.rank)
-    port = _free_port() if shard is not None and shard.index == 0 else None
-    ports = collectives.gather_objects(port)
     engine: Engine | None = None
     for first in (True, False):  # engine 0 compiles and fills the cache on disk, from which the others start together
+        meets = placement.tensor_parallel_size > 1 and shard is not None and shard.index == 0
+        ports = collectives.gather_objects(_free_port() if meets else None)  # just before it is used
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
                 spec = _engine_spec(args, placement, shard, config, policy_dtype, window, longest_prompt, ports)
@@ -162,7 +162,10 @@ def _engine_spec(
     on_gpu = args.device.type == "cuda"
     num_seqs = args.vllm_max_num_seqs or _default_num_seqs(args, placement)
     kv_cache = None
-    if on_gpu and args.vllm_gpu_memory_utilization is None:  # a device of its own, and no wish of the user's
+    named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & _json_dict(args.vllm_engine_kwargs).keys()
+    if (
+        on_gpu and args.vllm_gpu_memory_utilization is None and not named
+    ):  # a device of its own, and no wish of the user's
         tokens = num_seqs * (longest_prompt + args.max_completion_length)
         kv_cache = kv_cache_bytes(
             config,

@@ -60,8 +60,9 @@ class GRPOOptions:
     )
     vllm_gpu_memory_utilization: float | None = _setting(
         None,
-        "Share (0 to 1) of each engine device's memory that weights and KV cache may use. None: 0.9 on a device of its "
-        "own. On CPU the KV cache has 1 GiB per engine (environment variable VLLM_CPU_KVCACHE_SPACE changes it).",
+        "Share (0 to 1) of each engine device's memory that weights and KV cache may use. None, on a device of its "
+        "own: a KV cache that holds the generation batch with a quarter to spare, at most what 0.9 leaves. On CPU "
+        "the KV cache has 1 GiB per engine (environment variable VLLM_CPU_KVCACHE_SPACE changes it).",
     )
     vllm_max_model_length: int | None = _setting(
         None,
@@ -99,7 +100,9 @@ class GRPOOptions:
         "process of its rank.",
     )
     max_staleness: int = _setting(
-        1, "one_step: most optimizer steps by which the policy may be ahead of the weights that sampled a completion."
+        1,
+        "one_step: most optimizer steps by which the policy may be ahead of a batch's weights when its training "
+        "begins.",
     )
     use_vllm: bool = _setting(True, "Kept for TRL scripts. Only True works here: generation is always by the engines.")
     vllm_mode: str = _setting("colocate", "Kept for TRL scripts. Only 'colocate' (in-process engines) exists here.")
@@ -185,7 +188,9 @@ class GRPOOptions:
     )
 
     # Logging and changed defaults of TrainingArguments
-    log_completions: bool = _setting(False, "Print a table of completions at each log and keep all of them as parquet.")
+    log_completions: bool = _setting(
+        False, "At each log, print a table of the newest generation batch's completions and keep it as parquet."
+    )
     num_completions_to_print: int | None = _setting(None, "Rows of that table (random sample). None: all; 0: none.")
     log_unique_prompts: bool = _setting(False, "Keep only the first completion of each prompt in that table.")
     learning_rate: float = _setting(1e-6, "Initial learning rate of AdamW.")

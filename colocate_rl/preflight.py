@@ -52,7 +52,8 @@ def check_run(
     vllm_version()
     placement = engines.plan_placement(args, collectives.world_size, engines.num_nodes())
     functions = [] if reward_funcs is None else reward_funcs
-    rewards = Rewards([functions] if callable(functions) else list(functions), args.reward_weights)
+    single = callable(functions) or isinstance(functions, str)
+    rewards = Rewards([functions] if single else list(functions), args.reward_weights)  # type: ignore[list-item,arg-type]
     if train_dataset is None:
         raise DataError("train_dataset is required.")
     check_dataset("train_dataset", train_dataset)

@@ -63,13 +63,20 @@ def load_metrics(output_dir: str | Path) -> list[Record]:
         except json.JSONDecodeError:
             continue
         if isinstance(record, dict) and "step" in record:
-            records = [old for old in records if not _supersedes(record, old)] + [record]
+            _take(records, record)
     return records
 
 
-def _supersedes(new: Record, old: Record) -> bool:
-    same_kind = new.keys() == old.keys()
-    return bool(old["step"] > new["step"] or (old["step"] == new["step"] and same_kind))
+def _take(records: list[Record], new: Record) -> None:
+    """Appends a record in place of those of later steps, and of one of the same step and kind."""
+    while records and records[-1]["step"] > new["step"]:
+        records.pop()
+    position = len(records)
+    while position and records[position - 1]["step"] == new["step"]:
+        position -= 1
+        if records[position].keys() == new.keys():
+            del records[position]
+    records.append(new)
 
 
 def engine_shares(records: Iterable[Record]) -> list[EngineShare]:

@@ -23,6 +23,10 @@ class Schedule(Protocol):
         """Leaves the engines free for something else (an evaluation) without losing what they were asked for."""
         ...
 
+    def forget(self) -> None:
+        """Leaves the engines free and drops what they were asked for: another run begins."""
+        ...
+
 
 class Synchronous:
     """Sync, generate, then train: the engines idle while ranks train.
@@ -48,6 +52,9 @@ class Synchronous:
 
     def pause(self) -> None:
         """Nothing is ever under way."""
+
+    def forget(self) -> None:
+        """Nothing is ever kept."""
 
 
 class OneStepAhead:
@@ -111,6 +118,11 @@ class OneStepAhead:
             number, begun = self._ahead
             self._ahead = None
             self._ready = (number, self._rollout.wait(begun))
+
+    def forget(self) -> None:
+        """Waits for what is under way, and drops it."""
+        self.pause()
+        self._ready = None
 
     def _has(self, number: int) -> bool:
         return number in [known[0] for known in (self._ahead, self._ready) if known is not None]

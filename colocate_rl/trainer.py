@@ -145,6 +145,7 @@ class GRPOTrainer(Trainer):
         self._objective = settings.decide_packing(args, models, with_padding, self.collectives)
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
+        self._evaluated = False
         self._micro_step = 0
         self._micro_steps_since_update = 0
         self._tokens_per_slice = 1.0
@@ -152,14 +153,15 @@ class GRPOTrainer(Trainer):
     def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
+        window = policies.context_window(policy.config, args.vllm_max_model_length)
         self.engine = engines.build_engine(
-            args, self.placement, self.collectives, checked.config, dtype, checked.window, longest_prompt
+            args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt
         )
         generator = Generator(
             self.placement,
             self.engine,
             self.collectives,
-            lambda length, where: check_prompt_length(length, limit=checked.window, where=where),
+            lambda length, where: check_prompt_length(length, limit=window, where=where),
         )
         assert not isinstance(args.chat_template_kwargs, str)
         codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs)
@@ -248,10 +250,12 @@ class GRPOTrainer(Trainer):
         live ones are the same numbers, and are kept by :meth:`compute_loss` for later turns.
         """
         args = self.args
+        assert args.steps_per_generation is not None
+        turn = (position - self._micro_step) % args.steps_per_generation  # micro-steps from now; a resume starts midway
         old = ref = None
         if args.old_logprobs == "sampling":
             old = batch.sampling_logprobs
-        elif position >= args.gradient_accumulation_steps - self._micro_steps_since_update:
+        elif turn >= args.gradient_accumulation_steps - self._micro_steps_since_update:
             old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()
         if self.ref_model is not None:
             ref = self._objective.logprobs(self.ref_model, batch).cpu()
@@ -318,6 +322,7 @@ class GRPOTrainer(Trainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         values = {f"{metric_key_prefix}_{name}": value for name, value in metrics.flush(self.collectives).items()}
         total = int(self.collectives.sum(torch.tensor([num_rows])).item())
+        self._evaluated = True  # the next log is this evaluation's, whatever its prefix
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=total)  # type: ignore[arg-type]
 
     def _evaluate_loss(self, policy: nn.Module, batch: RolloutBatch, metrics: MetricBuffer) -> None:
@@ -336,12 +341,13 @@ class GRPOTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the figures since the last log; also appends them to ``metrics.jsonl`` in the output folder."""
-        is_eval = any(name.startswith("eval_") for name in logs)
+        is_eval, self._evaluated = self._evaluated, False
         if not is_eval:
             logs = {**logs, **self._log.metrics.flush(self.collectives)}  # type: ignore[dict-item]
         super().log(logs, start_time)
-        if self.is_world_process_zero():
-            self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+        with self.collectives.failing_together("writing the log"):
+            if self.is_world_process_zero():
+                self._log.write(self.state.global_step, logs, with_completions=not is_eval)
 
     def begin_step(self) -> None:
         """Starts the clock of an optimizer step."""
@@ -370,10 +376,13 @@ class GRPOTrainer(Trainer):
         epoch, step = divmod(global_step, self._steps_per_epoch())
         self._micro_step = epoch * self._micro_steps_per_epoch() + step * args.gradient_accumulation_steps
         self._buffer = []
-        if self.engine is not None and global_step > 0:
+        self._micro_steps_since_update = 0
+        self.schedule.forget()
+        self.weight_sync.invalidate()
+        with self.collectives.failing_together("seeding the engines"):
             shard = self.placement.shard_of(self.collectives.rank)
-            assert shard is not None
-            self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
+            if self.engine is not None and shard is not None and global_step > 0:
+                self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
 
     def _micro_steps_per_epoch(self) -> int:
         return self._feed.batches_per_epoch * self.args.micro_batches_per_rollout

@@ -77,6 +77,9 @@ class BackgroundEngine:
                         raise EngineError(
                             f"the engine's process did not start (status {process.poll()}); its output is above."
                         ) from None
+                except BaseException:
+                    process.kill()
+                    raise
 
     def begin(self, requests: Sequence[Request], sampling: SamplingSpec) -> None:
         """Starts generating and returns at once; :meth:`finish` waits for the answers."""
@@ -106,6 +109,7 @@ class BackgroundEngine:
                 self._shared.close()
             self._shared = SharedWeights(named)
             self._call("share", self._shared.manifest)
+            self._shared.hide()
         self._shared.publish(named)
         self._call("load")
 

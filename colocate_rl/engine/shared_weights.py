@@ -93,12 +93,16 @@ class SharedWeights:
         if weights[0][1].is_cuda:
             torch.cuda.synchronize(weights[0][1].device)
 
-    def close(self) -> None:
-        """Frees what sharing took."""
-        self._targets = []
+    def hide(self) -> None:
+        """Takes the file's name away once the other process has mapped it: a killed run then leaves nothing behind."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
+
+    def close(self) -> None:
+        """Frees what sharing took."""
+        self._targets = []
+        self.hide()
 
 
 def _view(buffer: torch.Tensor, part: FilePart) -> torch.Tensor:

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,11 +103,16 @@ class VllmEngine:
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
         atexit.register(self.close)
         frozen = gc.get_freeze_count()
-        with self._process.entered(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch while it loads
-            self._build()
-        if not frozen:
-            gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
+        try:
+            with self._process.entered(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch as it loads
+                self._build()
+        except BaseException:
+            self._release()
+            raise
+        finally:
+            if not frozen:
+                gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
 
     def _build(self) -> None:
         spec = self._spec
@@ -210,16 +216,21 @@ class VllmEngine:
 
     def close(self) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.close`."""
-        if self._llm is None:
-            return
+        if self._llm is not None:
+            self._release()
+
+    def _release(self) -> None:
+        """Frees whatever has been built."""
         atexit.unregister(self.close)
         with self._process.entered():
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-            self._llm.llm_engine.engine_core.shutdown()
+            if self._llm is not None:
+                self._llm.llm_engine.engine_core.shutdown()
             self._plan = self._model = self._llm = None
             gc.collect()
-            cleanup_dist_env_and_memory()
+            if "vllm" in sys.modules:
+                from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+                cleanup_dist_env_and_memory()
         self._folder.cleanup()
 
 

@@ -260,4 +260,4 @@ def _joined(lists: Sequence[Sequence[int] | Sequence[float]], dtype: type) -> np
 
 def request_seed(seed: int, index: int) -> int:
     """A seed for the first copy of a prompt: fixed by the rollout's seed and the prompt's index, 2**20 apart."""
-    return (zlib.crc32(f"{seed}/{index}".encode()) << 20) % 2**52
+    return zlib.crc32(f"{seed}/{index}".encode()) << 20

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from colocate_rl.errors import ConfigError, RewardError
 
@@ -71,9 +72,10 @@ class Rewards:
         if not functions:
             raise ConfigError("No reward source provided: pass at least one function as reward_funcs.")
         for function in functions:
-            if not callable(function):
+            if isinstance(function, nn.Module) or not callable(function):
                 raise ConfigError(
-                    f"reward_funcs holds {function!r} of type {type(function).__name__}; only callables are supported."
+                    f"reward_funcs holds {function!r} of type {type(function).__name__}; reward models and names of "
+                    "models are not supported yet, only functions."
                 )
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(

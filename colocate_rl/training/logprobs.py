@@ -172,6 +172,9 @@ def completion_statistics(
     def compute(model: nn.Module) -> TokenStatistics:
         with autocast():
             states = (_packed_states if packed else _padded_states)(model, batch)
+            kind = states.device.type
+            if torch.is_autocast_enabled(kind):  # the last norm gives float32; the head computes in autocast's type
+                states = states.to(torch.get_autocast_dtype(kind))
         chosen = batch.completion_mask[:, 1:]
         head = Head.of(model)
         flat_logprobs, flat_entropy = _ChunkedStatistics.apply(

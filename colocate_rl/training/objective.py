@@ -51,13 +51,18 @@ class Objective:
         return fill(batch.attention_mask.sum(1).tolist(), self.max_tokens, padded=not self.packed)
 
     def logprobs(self, model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
-        """Log-probabilities float32 [B, T] without gradient, a micro-batch at a time, on the model's device."""
+        """Log-probabilities float32 [B, T] without gradient or dropout, a micro-batch at a time."""
         device = next(model.parameters()).device
         out = torch.zeros(batch.input_ids.shape, device=device)
-        with torch.no_grad():
-            for rows in self.micro_batches(batch):
-                found = self.statistics(model, model, batch.rows(rows).to(device)).logprobs
-                out[rows, : found.shape[1]] = found
+        was_training = model.training
+        model.eval()  # the engine, which these are compared with, knows no dropout
+        try:
+            with torch.no_grad():
+                for rows in self.micro_batches(batch):
+                    found = self.statistics(model, model, batch.rows(rows).to(device)).logprobs
+                    out[rows, : found.shape[1]] = found
+        finally:
+            model.train(was_training)
         return out
 
     def loss(
@@ -137,6 +142,7 @@ class Objective:
         metrics.share("clip_ratio/low_mean", low.sum(), tokens)
         metrics.share("clip_ratio/high_mean", high.sum(), tokens)
         metrics.share("clip_ratio/region_mean", (low + high).sum(), tokens)
+        metrics.largest("policy_ratio/max_deviation", ((output.ratio - 1) * mask).abs().max())
         lengths = mask.sum(-1).clamp(min=1)
         metrics.smallest("clip_ratio/low_min", (low.sum(-1) / lengths).min())
         metrics.largest("clip_ratio/high_max", (high.sum(-1) / lengths).max())

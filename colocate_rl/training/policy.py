@@ -78,16 +78,13 @@ def load_tokenizer(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_co
     return tokenizer
 
 
-def load_policy(
-    name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool, architecture: str | None = None
-) -> PreTrainedModel:
+def load_policy(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedModel:
     """Loads a causal language model, in float32 unless ``init_kwargs`` says otherwise, on the CPU.
 
     Args:
         name: folder or hub name.
         init_kwargs: of ``from_pretrained``.
         trust_remote_code: let the repository's own code run.
-        architecture: expected class name, for the message only.
     """
     kwargs = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **init_kwargs}
     if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
@@ -99,9 +96,7 @@ def load_policy(
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except ValueError as error:
-        raise ConfigError(
-            f"{name!r} ({architecture or 'unknown architecture'}) is no causal language model: {error}"
-        ) from error
+        raise ConfigError(f"{name!r} is no causal language model: {error}") from error
     return model
 
 

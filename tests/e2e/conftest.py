@@ -35,10 +35,6 @@ def too_few(completions, **kwargs):
     return [0.0]
 
 
-def hangs_after_engine_error(completions, **kwargs):
-    return [0.0] * len(completions)
-
-
 if os.environ.get("BREAK_ENGINE_ON_RANK") == str(RANK):
     from colocate_rl.engine.vllm_engine import VllmEngine
 

@@ -1,5 +1,6 @@
 """Overlapped runs from one launch: they learn from data one version old, and a lost engine ends them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,16 @@ import pytest
 from tests.e2e.conftest import REPOSITORY, Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def engines_of(launcher: Launcher) -> list[psutil.Process]:
+    """Engine processes that work in the launch's folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "colocate_rl.engine.child" in " ".join(process.cmdline()) and process.cwd() == str(launcher.folder):
+                found.append(process)
+    return found
 
 
 def test_one_step_trains_evaluates_and_stays_one_version_behind(launcher: Launcher) -> None:
@@ -33,7 +44,7 @@ def test_one_step_trains_evaluates_and_stays_one_version_behind(launcher: Launch
     assert steps[0]["sampling/sampling_logp_difference/mean"] < 1e-3
     assert all(record["sampling/sampling_logp_difference/mean"] > 1e-3 for record in steps[1:])
     assert len([record for record in records if "eval_reward" in record]) == 3  # steps 5, 10 and the last
-    assert not [p for p in psutil.process_iter() if "colocate_rl.engine.child" in " ".join(p.cmdline())]
+    assert not engines_of(launcher)
 
 
 def test_two_steps_per_generation_batch_are_refused_by_the_bound(launcher: Launcher) -> None:

@@ -38,10 +38,12 @@ class RecordingTrainer(GRPOTrainer):
     """Keeps the rows of every rollout."""
 
     rollouts: list[list[list[int]]]
+    versions: set[int]
 
     def _roll_out(self, rows: list[Any]) -> list[RolloutBatch]:
         parts = super()._roll_out(rows)
         self.__dict__.setdefault("rollouts", [])
+        self.__dict__.setdefault("versions", set()).add(self.weight_sync._version)
         ids = [
             row[mask].tolist() for part in parts for row, mask in zip(part.input_ids, part.attention_mask, strict=True)
         ]
@@ -94,6 +96,11 @@ def greedy(trainer: GRPOTrainer) -> list[Any]:
     return [[list(answer[0].token_ids), list(answer[0].sampling_logprobs)] for answer in answers]
 
 
+def loads(trainer: RecordingTrainer) -> int:
+    """Policy versions that reached the engines."""
+    return len(trainer.versions)
+
+
 def group_works() -> bool:
     """Makes a process group beside the engine, as a trainer may do at any time."""
     one = torch.ones(1)
@@ -117,6 +124,7 @@ def main(out: Path) -> None:
             "gradients": {name: gradient.flatten().tolist() for name, gradient in recorder.gradients.items()},
             "weights": fingerprint(trainer),
             "logs": trainer.state.log_history,
+            "loads": loads(trainer),
             "greedy": greedy(trainer),
             "group works": group_works(),
         }

@@ -228,7 +228,7 @@ def test_the_caller_s_list_is_left_alone() -> None:
 def test_no_reward_and_no_callable() -> None:
     with pytest.raises(ConfigError, match="No reward source provided"):
         Rewards([])
-    with pytest.raises(ConfigError, match=r"'length' of type str; only callables"):
+    with pytest.raises(ConfigError, match=r"'length' of type str; reward models"):
         Rewards(["length"])  # type: ignore[list-item]
 
 
