@@ -146,7 +146,8 @@ class LeanGenerator:
             for one, other in zip(*answers, strict=True):
                 if (one.token_ids, one.finish_reason) != (other.token_ids, other.finish_reason):
                     raise EngineError(f"it sampled {other.token_ids} where LLM.generate sampled {one.token_ids}.")
-                if not np.allclose(one.sampling_logprobs, other.sampling_logprobs, rtol=0, atol=1e-3):
+                found = (one.sampling_logprobs, other.sampling_logprobs)
+                if not np.allclose(*found, rtol=0, atol=1e-3, equal_nan=True):
                     raise EngineError("its log-probabilities differ from those of LLM.generate.")
 
 

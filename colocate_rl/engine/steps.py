@@ -93,7 +93,7 @@ class Steps:
         if (
             num_new_tokens == 1
             and 0 < request.num_computed_tokens % self._block_size < self._block_size - 1
-            and request.status == self._running
+            and request.status is self._running
             and others == {"num_lookahead_tokens": 0}
         ):
             return self._manager.empty_kv_cache_blocks
@@ -110,7 +110,7 @@ class Steps:
     def _append(self, scheduled: Mapping[str, int], sampled: Any) -> dict[str, int]:
         """Appends every token that neither ends its completion nor fills a block, of requests in their usual state.
 
-        This loop is the price of a step: about half a microsecond a token. It changes what vLLM's
+        This loop is the price of a step: about a microsecond a token. It changes what vLLM's
         ``update_from_output`` changes for such a token.
 
         Returns:
@@ -135,7 +135,7 @@ class Steps:
                 num_tokens >= sequence.limit
                 or (sequence.num_prompt_tokens + num_tokens) % block_size == 0
                 or token in sequence.stops
-                or request.status != running
+                or request.status is not running
                 or getattr(request, stale)
             ):
                 left[request_id] = num_scheduled
