@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch
 
+from colocate_rl.engine.lean import LeanGenerator, forget
 from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
 from colocate_rl.options import SUPPORTED_VLLM
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class EngineSpec:
     """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
     each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    lean: bool = True
+    """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
 
 
 def vllm_version() -> str:
@@ -98,6 +104,7 @@ class VllmEngine:
         self._process = PrivateProcess(self._device, _environment(spec), _first_group(spec))
         self._llm: Any = None
         self._model: Any = None
+        self._lean: LeanGenerator | None = None
         self._plan: CopyPlan | None = None
         self._checked = False
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
@@ -148,12 +155,25 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM gave {type(self._model).__name__} as its model; its core does not run in this process."
             )
+        if spec.lean:
+            self._lean = self._proven_lean()
+
+    def _proven_lean(self) -> LeanGenerator | None:
+        """The lean way to generate, compared with ``LLM.generate`` once; None, with a warning, if it fails."""
+        try:
+            lean = LeanGenerator(self._llm)
+            with torch.random.fork_rng([] if self._device is None else [self._device]):
+                lean.compare(self._by_llm, _parameters)
+        except Exception as error:
+            logger.warning("Generating with LLM.generate, which is slower: the lean way failed its check: %r", error)
+            return None
+        if lean.obstacle:
+            logger.info("Generating without output objects, but each step as vLLM takes it: %s.", lean.obstacle)
+        return lean
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
         with self._process.entered():
-            from vllm import SamplingParams
-
             common: dict[str, Any] = {
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
@@ -163,19 +183,28 @@ class VllmEngine:
                 "repetition_penalty": sampling.repetition_penalty,
                 "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
                 "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
-                "logprobs": 0,
-                "detokenize": False,
-                "flat_logprobs": True,
                 **sampling.extra,
             }
-            prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
-            parameters = [
-                SamplingParams(n=request.num_completions, seed=request.seed, **common) for request in requests
-            ]
-            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-            return [
-                [_completion(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs
-            ]
+            prompts = [request.token_ids for request in requests]
+            parameters = [_parameters(n=request.num_completions, seed=request.seed, **common) for request in requests]
+            generate = self._by_llm if self._lean is None else self._lean.generate
+            try:
+                return generate(prompts, parameters)
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"the engine failed while it generated: {error!r}") from error
+
+    def _by_llm(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
+        """With ``LLM.generate``."""
+        try:
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False
+            )
+        except BaseException:
+            forget(self._llm)
+            raise
+        return [[_completion(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`.
@@ -225,7 +254,7 @@ class VllmEngine:
         with self._process.entered():
             if self._llm is not None:
                 self._llm.llm_engine.engine_core.shutdown()
-            self._plan = self._model = self._llm = None
+            self._plan = self._model = self._lean = self._llm = None
             gc.collect()
             if "vllm" in sys.modules:
                 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -295,6 +324,13 @@ def _write_model_folder(folder: Path, config: Any, dtype: str) -> None:
     values["dtype"] = dtype
     values.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(values, default=str))
+
+
+def _parameters(**values: Any) -> Any:
+    """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
 
 
 def _completion(output: Any) -> Completion:

@@ -86,6 +86,25 @@ def test_train_packed_computes_less_for_the_same_loss(tmp_path, capfd):
     assert "packed, 1,024 tokens" in capfd.readouterr().out
 
 
+def test_generation_measures_every_way_and_takes_steps_apart(tmp_path):
+    sizes = shlex.split("--model tiny --cases 2x2x6 3x2x6 --prompt-tokens 8 --rounds 1")
+    command = [sys.executable, "benchmarks/generation.py", *sizes, "--output", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["obstacle"] is None
+    assert [row["sequences"] for row in results["rows"]] == [4, 6]
+    for row in results["rows"]:
+        assert row["seconds"].keys() == {"lean", "usual", "LLM.generate"}
+        assert row["speedup"] == row["seconds"]["LLM.generate"] / row["seconds"]["lean"]
+        for parts in row["parts_ms"].values():
+            assert parts["steps"] == 6
+            assert 0 < parts["update"] + parts["launch"] < parts["step"]
+        assert row["parts_ms"]["lean"]["outputs"] == 0 < row["parts_ms"]["usual"]["outputs"]
+    assert "ms per step" in done.stdout
+
+
 def test_a_step_uses_exactly_the_asked_completions():
     work = Work(prompts=6, generations=4, micro_batch=5)
     assert work.rows(1) == (4, 6)

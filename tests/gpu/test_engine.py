@@ -186,3 +186,27 @@ def test_any_spelling_of_the_visible_devices(naming: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     order = uuids[::-1] if naming == "reversed" else uuids
     assert f"policy {order[0]} engine {order[1]}" in done.stdout
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_lean_generation_gives_what_vllm_gives(build: Build, enforce_eager: bool) -> None:
+    model = gpu_model()
+    engine = build(model, enforce_eager=enforce_eager, max_num_seqs=16)  # some requests wait
+    engine.load_weights(weights(model))
+    lean = engine._lean
+    assert lean is not None
+    assert lean.obstacle is None
+    for sampling in (
+        SamplingSpec(max_tokens=100),
+        SamplingSpec(max_tokens=100, temperature=0.7, top_p=0.9, stop_token_ids=tuple(range(0, 250, 40))),
+    ):
+        for seed in (11, None):
+            requests = [Request(prompt, 4, seed=seed) for prompt in PROMPTS]
+            answers = []
+            for way in (lean, None):
+                engine._lean = way
+                engine._llm.reset_prefix_cache()
+                engine.reseed(3)
+                answers.append(engine.generate(requests, sampling))
+            engine._lean = lean
+            assert answers[0] == answers[1]

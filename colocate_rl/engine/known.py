@@ -1,0 +1,76 @@
+"""Whether this vLLM's scheduler is one whose bookkeeping :mod:`colocate_rl.engine.steps` may do.
+
+By its source, not by its version: also a patched or a future vLLM is either one that was read, or left alone.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+KNOWN: Mapping[str, str] = {
+    "Scheduler.update_from_output": (
+        "31ade6d74c2a c261e6eb46f5 844367185957 80ee78ae5e18 d4e4eb016613 616e84edbb35 ac3f8f3f3a48 85b29db96051"
+    ),
+    "Scheduler._update_request_with_output": "389ae7ea2b1a ff6e3f664c99",
+    "Scheduler._update_after_schedule": "ffb224d26781 01b45b9ee09a 64687e40211f 2b527eb8070d",
+    "AsyncScheduler._update_request_with_output": "0a8d94d5aaa2 c4c4ccac872a",
+    "AsyncScheduler._update_after_schedule": "c49d8b90a61c 138d47daea23",
+    "KVCacheManager.allocate_slots": "7ef368d75f56 5b028bc42bfc ad0718265749 36fc381bfdd8 ffa596d58dfb 8c60d937fd9e",
+    "Request.append_output_token_ids": "8ff2924a5d87",
+    "check_stop": "6165c7369f4a 5149b60c92d2",
+}
+"""Digests (:func:`digests`) of the methods that were read, in vLLM 0.24 to 0.32.
+
+A method that is new in a version has to be read before its digest is added: does a token that ends nothing still change
+only the fields of its request that :meth:`colocate_rl.engine.steps.Steps._append` changes?
+"""
+SPECIAL = (
+    "connector",
+    "ec_connector",
+    "aux_output_connector",
+    "num_spec_tokens",
+    "enable_return_routed_experts",
+    "return_sampling_mask",
+    "is_encoder_only",
+    "is_mm_encoder_only",
+    "log_stats",
+)
+"""What a scheduler must not have or do."""
+
+
+def obstacle(core: Any) -> str | None:
+    """Why the steps of this engine core must stay with vLLM; None: they need not."""
+    scheduler = core.scheduler
+    special = [name for name in SPECIAL if getattr(scheduler, name, None)]
+    if special:
+        return f"the scheduler uses {', '.join(special)}"
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if kinds != ["FullAttentionSpec"] or groups[0].kv_cache_spec.block_size != scheduler.block_size:
+        return f"the cache has the layout {kinds}"
+    unknown = [name for name, digest in digests(core).items() if digest not in KNOWN.get(name, "").split()]
+    return f"this vLLM has other versions of {', '.join(unknown)}" if unknown else None
+
+
+def digests(core: Any) -> dict[str, str]:
+    """Digests of the sources of the methods in :data:`KNOWN`, as they are in the vLLM that runs."""
+    scheduler, names = core.scheduler, names_of(core.scheduler)
+    methods = {
+        f"{kind.__name__}.{name}": vars(kind)[name]
+        for kind in type(scheduler).__mro__
+        for name in ("update_from_output", "_update_request_with_output", "_update_after_schedule")
+        if name in vars(kind) and kind.__name__ != "SchedulerInterface"
+    }
+    methods["KVCacheManager.allocate_slots"] = type(scheduler.kv_cache_manager).allocate_slots
+    methods["Request.append_output_token_ids"] = names["Request"].append_output_token_ids
+    methods["check_stop"] = names["check_stop"]
+    return {
+        name: hashlib.sha256(inspect.getsource(method).encode()).hexdigest()[:12] for name, method in methods.items()
+    }
+
+
+def names_of(scheduler: Any) -> dict[str, Any]:
+    """The names that the scheduler's own methods see."""
+    names: dict[str, Any] = type(scheduler).update_from_output.__globals__
+    return names

@@ -1,0 +1,168 @@
+"""Generation with less Python per token than ``LLM.generate``, on the same engine and with the same result.
+
+``LLM.generate`` spends most of a decode step in Python. Four things are done differently here; whatever is not listed,
+and every token that is not a plain one, stays with vLLM's own code:
+
+1. *No output objects.* While it generates, our engine's ``output_processor`` is a :class:`_Collector`, which appends
+   ids and log-probabilities to lists. Adding and validating requests, seeds of completions, and steps are vLLM's.
+2. *Tokens are taken over in one loop.* A token that ends nothing (no stop, no limit, no full cache block) changes a
+   few fields of its request; :class:`colocate_rl.engine.steps.Steps` does just that.
+3. *Log-probabilities* are read from the step's array at once.
+4. *No allocation without a block.* A running request whose next token fits into the block it has needs no new slot,
+   and there is nothing to cache.
+
+The last three stand in for methods of vLLM, so they are used only where these methods are ones that were read
+(:mod:`colocate_rl.engine.known`); elsewhere the first is used alone.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from colocate_rl.engine.known import obstacle
+from colocate_rl.engine.protocol import Completion
+from colocate_rl.engine.steps import WRONG_TOKENS, Steps, Unfinished, replaced
+from colocate_rl.errors import EngineError
+
+Generate = Callable[[Sequence[Sequence[int]], Sequence[Any]], list[list[Completion]]]
+
+
+class _Collector:
+    """What ``LLMEngine`` asks of an output processor, without output objects."""
+
+    def __init__(self, max_model_length: int) -> None:
+        self._max_model_length = max_model_length
+        self.answers: list[list[Unfinished]] = []
+        self.running: dict[str, Unfinished] = {}
+
+    def add_request(self, request: Any, *_: Any, **__: Any) -> None:
+        """Called for every completion of the last prompt, in order, before the engine core has it."""
+        params, num_prompt_tokens = request.sampling_params, len(request.prompt_token_ids)
+        plain = not any(getattr(params, name, None) for name in ("structured_outputs", "repetition_detection"))
+        sequence = Unfinished(
+            num_prompt_tokens,
+            frozenset((*(params.stop_token_ids or ()), params.eos_token_id)),
+            min(params.max_tokens, self._max_model_length - num_prompt_tokens) if plain else 0,
+        )
+        self.answers[-1].append(sequence)
+        self.running[request.request_id] = sequence
+
+    def process_outputs(self, outputs: Sequence[Any], *_: Any, **__: Any) -> Any:
+        """Takes over what the engine core put into outputs of its own."""
+        for output in outputs:
+            sequence = self.running.get(output.request_id)
+            if sequence is None:  # of a request that was aborted
+                continue
+            if output.new_token_ids:
+                if output.new_logprobs.logprob_token_ids[:, 0].tolist() != output.new_token_ids:
+                    raise EngineError(WRONG_TOKENS)
+                sequence.token_ids += output.new_token_ids
+                sequence.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                sequence.finish_reason = str(output.finish_reason)
+                del self.running[output.request_id]
+        return SimpleNamespace(request_outputs=[], reqs_to_abort=[])
+
+    def update_scheduler_stats(self, *_: Any) -> None:
+        """There are none."""
+
+
+class LeanGenerator:
+    """Generates with an ``LLM`` whose engine core runs in this process.
+
+    Args:
+        llm: the ``LLM``.
+
+    Raises:
+        EngineError: when the engine is not built as this needs it.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._engine = llm.llm_engine
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        if core is None or not hasattr(self._engine, "output_processor"):
+            raise EngineError("the engine's core does not run in this process, or is arranged in an unknown way.")
+        self._core = core
+        self.obstacle = obstacle(core)
+        """Why steps stay with vLLM; None: they do not."""
+        self._steps = None if self.obstacle else Steps(core)
+
+    def generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
+        """Completions of every prompt, as ``LLM.generate`` samples them.
+
+        Args:
+            prompts: token ids of each prompt.
+            parameters: ``SamplingParams`` of each prompt, with log-probabilities and without stop strings.
+        """
+        collector = _Collector(self._engine.model_config.max_model_len)
+        try:
+            with (
+                replaced(self._engine, "output_processor", collector),
+                self._steps.standing_in(collector.running) if self._steps else contextlib.nullcontext(),
+            ):
+                self._run(collector, prompts, parameters)
+        except BaseException:
+            forget(self._llm)
+            raise
+        return [[sequence.completion() for sequence in answer] for answer in collector.answers]
+
+    def _run(self, collector: _Collector, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> None:
+        for prompt, params in zip(prompts, parameters, strict=True):
+            collector.answers.append([])
+            tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+            self._engine.add_request(str(next(self._llm.request_counter)), tokens, params)
+        while collector.running:
+            if not self._core.scheduler.requests:
+                raise EngineError(f"the engine lost {len(collector.running)} requests.")
+            self._engine.step()
+
+    def compare(self, usual: Generate, parameters: Callable[..., Any]) -> None:
+        """Samples from a few short prompts with seeds, then greedily, here and with ``usual``.
+
+        Args:
+            usual: generates as ``LLM.generate`` does.
+            parameters: makes ``SamplingParams``.
+
+        Raises:
+            EngineError: when the answers differ; log-probabilities may by what a kernel adds in another order.
+        """
+        config = self._engine.model_config
+        longest, vocabulary = config.max_model_len, config.get_vocab_size()
+        prompts = [[(7 * length + place) % vocabulary for place in range(length)] for length in (1, 2, 5, 14)]
+        prompts = [prompt[: max(longest - 2, 1)] for prompt in prompts]
+        for values in ({"temperature": 1.0, "n": 2}, {"temperature": 0.0}):
+            params = [
+                parameters(max_tokens=min(20, longest - len(prompt)), ignore_eos=True, seed=len(prompt), **values)
+                for prompt in prompts
+            ]
+            answers = []
+            for generate in (usual, self.generate):
+                self._llm.reset_prefix_cache()  # else the second would compute less of the prompts
+                answers.append([completion for answer in generate(prompts, params) for completion in answer])
+            for one, other in zip(*answers, strict=True):
+                if (one.token_ids, one.finish_reason) != (other.token_ids, other.finish_reason):
+                    raise EngineError(f"it sampled {other.token_ids} where LLM.generate sampled {one.token_ids}.")
+                found = (one.sampling_logprobs, other.sampling_logprobs)
+                if not np.allclose(*found, rtol=0, atol=1e-3, equal_nan=True):
+                    raise EngineError("its log-probabilities differ from those of LLM.generate.")
+
+
+def forget(llm: Any) -> None:
+    """Aborts all requests of an ``LLM``, and has its worker forget them too: it can generate again."""
+    core, outputs = llm.llm_engine.engine_core.engine_core, llm.llm_engine.output_processor
+    with contextlib.suppress(Exception):
+        outputs.abort_requests(list(outputs.request_states), internal=True)
+    with contextlib.suppress(Exception):
+        core.model_executor.sample_tokens(None)  # of a step that was computed and not sampled; else it does nothing
+    with contextlib.suppress(Exception):
+        core.abort_requests(list(core.scheduler.requests))
+        for _ in range(4):  # what is still under way, then the step that tells the worker
+            if core.batch_queue or core.scheduler.has_requests():
+                with contextlib.suppress(Exception):
+                    core.step_fn()
+    if core.batch_queue:
+        core.batch_queue.clear()
