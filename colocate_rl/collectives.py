@@ -88,10 +88,10 @@ class Collectives:
         Args:
             phase: what the block does, for the message ("generating completions").
         """
-        error: Exception | None = None
+        error: Exception | SystemExit | None = None
         try:
             yield
-        except Exception as caught:
+        except (Exception, SystemExit) as caught:
             error = caught
         if not self._distributed:
             if error is not None:
@@ -105,7 +105,7 @@ class Collectives:
         if isinstance(error, PeerError):
             raise error  # an inner block has already agreed on the cause
         if error is not None and self.rank == ranks[0]:
-            error.only_here = True  # type: ignore[attr-defined]  # the others stay silent: a command line may show this
+            setattr(error, "only_here", True)  # noqa: B010  # the others stay silent: a command line may show this
             raise error
         _silence_peer_errors()
         raise PeerError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +24,7 @@ class CompletionLog:
     def __init__(self, limit: int, reward_names: Sequence[str]) -> None:
         self._rows: deque[dict[str, Any]] = deque(maxlen=limit)
         self._reward_names = list(reward_names)
+        self._plain = {"step", "prompt", "completion", "advantage", *reward_names}
 
     def add(
         self,
@@ -64,7 +66,13 @@ class CompletionLog:
             return []
         folder.mkdir(parents=True, exist_ok=True)
         columns = dict.fromkeys(name for row in rows for name in row)
-        table = datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+        values = {name: [row.get(name) for row in rows] for name in columns}
+        try:
+            table = datasets.Dataset.from_dict(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):  # extras of mixed types; a log must not end a run
+            table = datasets.Dataset.from_dict(
+                {n: v if n in self._plain else [str(x) for x in v] for n, v in values.items()}
+            )
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
         if num_to_print != 0:
             shown = (

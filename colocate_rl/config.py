@@ -1,5 +1,6 @@
 """`GRPOConfig`: `transformers.TrainingArguments` plus the settings of :mod:`colocate_rl.options`, checked."""
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from transformers.trainer_utils import IntervalStrategy
 from colocate_rl import options
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -168,11 +171,40 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         ):
             if getattr(self, name):
                 raise ConfigError(f"{name}=True is not supported: {reason}. Remove the setting.")
-        if getattr(self.accelerator_config, "split_batches", False):
-            raise ConfigError(
-                "accelerator_config.split_batches=True is not supported: per_device_train_batch_size is what one rank "
-                "trains on. Remove the setting."
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.accelerator_config, name, False):
+                raise ConfigError(
+                    f"accelerator_config.{name}=True is not supported: each rank reads its own rows, and "
+                    "per_device_train_batch_size is what one rank trains on. Remove the setting."
+                )
+        self._check_passed_on()
+        filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+        used = [name for name, off in filters.items() if getattr(self, name) not in (off, 0.0)]
+        if used and self.vllm_importance_sampling_correction:
+            logger.warning(
+                "%s: the engine's log-probabilities include this filter, the policy's do not, so the "
+                "importance-sampling "
+                "correction also weighs completions by the filter's renormalisation (see "
+                "sampling/sampling_logp_difference). Consider vllm_importance_sampling_correction=False.",
+                ", ".join(used),
             )
+
+    def _check_passed_on(self) -> None:
+        """Refuses keys of dictionaries that would contradict a setting without anybody noticing."""
+        assert not isinstance(self.generation_kwargs, str)
+        assert not isinstance(self.vllm_engine_kwargs, str)
+        for key in self.generation_kwargs or {}:
+            if key in options.OWN_SAMPLING_KEYS:
+                raise ConfigError(
+                    f"generation_kwargs holds {key!r}, which the loss would not see. Set "
+                    f"{options.OWN_SAMPLING_KEYS[key]} "
+                    "instead."
+                )
+            if key in options.ENGINE_SAMPLING_KEYS:
+                raise ConfigError(f"generation_kwargs holds {key!r}, on which reading completions depends. Remove it.")
+        for key in self.vllm_engine_kwargs or {}:
+            if key in options.ENGINE_OWNED_ARGUMENTS:
+                raise ConfigError(f"vllm_engine_kwargs holds {key!r}, which is decided by the run itself. Remove it.")
 
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""

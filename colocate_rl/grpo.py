@@ -148,14 +148,26 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     from transformers import PrinterCallback
 
     from colocate_rl.collectives import Collectives
-    from colocate_rl.data import load_rows
+    from colocate_rl.data import FILE_FORMATS, load_rows
     from colocate_rl.trainer import GRPOTrainer
 
+    resume: Any = args.resume_from_checkpoint
+    if resume is not None and str(resume).lower() in ("true", "false"):
+        resume = str(resume).lower() == "true"
+    if isinstance(resume, str) and not Path(resume).is_dir():
+        raise ConfigError(
+            f"--resume-from-checkpoint {resume!r} is no folder. Name a checkpoint, or 'true' for the last one."
+        )
     with Collectives(args.device).failing_together("reading the data sets"):
         train = load_rows(script.dataset, script.dataset_train_split, script.dataset_config)
         evaluation = None
         if script.eval_dataset:
             evaluation = load_rows(script.eval_dataset, script.dataset_test_split, script.dataset_config)
+        elif args.do_eval and Path(script.dataset).suffix in FILE_FORMATS:
+            raise ConfigError(
+                f"Evaluation is on, but {script.dataset!r} is one file, all of which is trained on. Name rows that "
+                "are held out with --eval-dataset."
+            )
         elif args.do_eval:
             evaluation = load_rows(script.dataset, script.dataset_test_split, script.dataset_config)
     callbacks: list[Any] = []
@@ -167,7 +179,7 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     trainer = GRPOTrainer(script.model, rewards, args, train, evaluation, callbacks=callbacks)
     if script.live_table:
         trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
     trainer.close()

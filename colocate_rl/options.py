@@ -134,7 +134,11 @@ class GRPOOptions:
         None, "Micro-batches served by one generation batch. None: gradient_accumulation_steps."
     )
     temperature: float = _setting(1.0, "Sampling temperature; also divides the policy's logits.")
-    top_p: float = _setting(1.0, "Nucleus sampling threshold; 1.0 is off.")
+    top_p: float = _setting(
+        1.0,
+        "Nucleus sampling threshold; 1.0 is off. Filters (this one, top_k, min_p, repetition_penalty) are part of the "
+        "engine's log-probabilities but not of the policy's: the correction weights then carry their renormalisation.",
+    )
     top_k: int = _setting(0, "Sample among the k likeliest tokens; 0 is off.")
     min_p: float | None = _setting(None, "Least probability relative to the likeliest token; None is off.")
     repetition_penalty: float = _setting(1.0, "Values above 1.0 make repeated tokens less likely.")
@@ -208,6 +212,23 @@ JSON_OPTIONS = (
     "vllm_engine_kwargs",
 )
 """Settings that the command line takes as JSON."""
+
+
+OWN_SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_completion_length",
+    "n": "num_generations",
+    "seed": "seed with vllm_per_request_seeds",
+}
+"""Keys of ``generation_kwargs`` that have a setting of their own, which the loss reads too."""
+ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind")
+"""Keys of ``generation_kwargs`` that decide how completions are read back."""
+ENGINE_OWNED_ARGUMENTS = ("model", "load_format", "logprobs_mode", "skip_tokenizer_init", "device_ids")
+"""Arguments of ``vllm.LLM`` that the engine's place in the run depends on."""
 
 
 def option_fields() -> tuple[Field[Any], ...]:

@@ -57,6 +57,8 @@ def check_run(
     if train_dataset is None:
         raise DataError("train_dataset is required.")
     check_dataset("train_dataset", train_dataset)
+    if not args.remove_unused_columns:
+        _check_columns(train_dataset)
     _check_enough_prompts(args, train_dataset)
     for name, rows in eval_sets(eval_dataset).items():
         check_dataset(name, rows)
@@ -73,7 +75,14 @@ def check_run(
             f"processing_class must be a tokenizer (PreTrainedTokenizerBase), got {type(tokenizer).__name__}. "
             "Multimodal processors are not supported."
         )
-    policies.pad_token_id(tokenizer)
+    vocab_size = policies.vocab_size(config)
+    pad = policies.pad_token_id(tokenizer)
+    if vocab_size is not None and pad >= vocab_size:
+        raise ConfigError(
+            f"The tokenizer's pad token has id {pad}, but the model has {vocab_size} embeddings (0 to "
+            f"{vocab_size - 1}). "
+            "Use a pad token the model knows, or resize its embeddings."
+        )
     window = policies.context_window(config, args.vllm_max_model_length)
     if window is not None and args.max_completion_length >= window:
         raise ConfigError(
@@ -82,9 +91,9 @@ def check_run(
         )
     assert not isinstance(args.chat_template_kwargs, str)
     codec = PromptCodec(tokenizer, args.chat_template_kwargs)
-    longest = _check_prompts("train_dataset", train_dataset, codec, window, collectives)
+    longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
     for name, rows in eval_sets(eval_dataset).items():
-        _check_prompts(name, rows, codec, window, collectives)
+        _check_prompts(name, rows, codec, window, vocab_size, collectives)
     return Checked(placement, rewards, config, tokenizer, window, longest)
 
 
@@ -118,6 +127,16 @@ def check_dataset(name: str, rows: Any) -> None:
         raise DataError(f"{name} has no rows.")
 
 
+def _check_columns(rows: datasets.Dataset) -> None:
+    taken = [name for name in rows.column_names if name in ("prompts", "completions", "trainer_state")]
+    taken += [name for name in rows.column_names if name in ("log_extra", "log_metric")]
+    if taken:
+        raise DataError(
+            f"train_dataset has column(s) {', '.join(taken)}, which are names of arguments that reward functions get "
+            "anyway. Rename them, or set remove_unused_columns=True."
+        )
+
+
 def _check_enough_prompts(args: GRPOConfig, rows: datasets.Dataset) -> None:
     assert args.generation_batch_size is not None
     needed = args.generation_batch_size // args.num_generations
@@ -131,7 +150,12 @@ def _check_enough_prompts(args: GRPOConfig, rows: datasets.Dataset) -> None:
 
 
 def _check_prompts(
-    name: str, rows: datasets.Dataset, codec: PromptCodec, window: int | None, collectives: Collectives
+    name: str,
+    rows: datasets.Dataset,
+    codec: PromptCodec,
+    window: int | None,
+    vocab_size: int | None,
+    collectives: Collectives,
 ) -> int:
     """Encodes every prompt of this rank's share (the caller makes all fail together); the longest one's tokens."""
     longest = 0
@@ -142,6 +166,12 @@ def _check_prompts(
         except DataError as error:
             raise DataError(f"{name}, row {index}: {error}") from None
         check_prompt_length(len(ids), limit=window, where=f"{name}, row {index}: the prompt")
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise DataError(
+                f"{name}, row {index}: the prompt holds token id {max(ids)}, but the model has {vocab_size} "
+                f"embeddings. "
+                "Use the model's own tokenizer, or resize its embeddings."
+            )
         longest = max(longest, len(ids))
     return longest
 

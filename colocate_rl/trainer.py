@@ -1,6 +1,7 @@
 """`GRPOTrainer`: the order of things. What each thing does lives in the rooms below."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
 from colocate_rl.training.objective import Objective
 
+logger = logging.getLogger(__name__)
+
 
 class GRPOTrainer(Trainer):
     """Trains a language model with GRPO; K in-process vLLM engines generate the completions.
@@ -66,7 +69,7 @@ class GRPOTrainer(Trainer):
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | Path | PreTrainedModel,
         reward_funcs: RewardFunction | list[RewardFunction] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: datasets.Dataset | None = None,
@@ -81,6 +84,9 @@ class GRPOTrainer(Trainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        model = str(model) if isinstance(model, Path) else model
+        if not isinstance(model, str) and hasattr(model, "peft_config"):
+            raise ConfigError("GRPOTrainer does not support PEFT models yet. Pass the base model.")
         name = model if isinstance(model, str) else model.config._name_or_path
         args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
         _refuse(
@@ -146,6 +152,7 @@ class GRPOTrainer(Trainer):
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._evaluated = False
+        self._logs_together = False
         self._micro_step = 0
         self._micro_steps_since_update = 0
         self._tokens_per_slice = 1.0
@@ -217,6 +224,10 @@ class GRPOTrainer(Trainer):
         with self.collectives.failing_together("checking the evaluation set"):
             preflight.check_dataset("eval_dataset", rows)
         return loaders.eval_loader(self.args, rows, self.collectives)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Row]:
+        """The same for ``predict``."""
+        return self.get_eval_dataloader(test_dataset)
 
     # Training
 
@@ -340,14 +351,37 @@ class GRPOTrainer(Trainer):
     # Logs and checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the figures since the last log; also appends them to ``metrics.jsonl`` in the output folder."""
+        """Adds the figures since the last log; also appends them to ``metrics.jsonl`` in the output folder.
+
+        Figures are joined over ranks only in the trainer's own logs, which all ranks reach together: a user may log on
+        one rank alone.
+        """
         is_eval, self._evaluated = self._evaluated, False
+        if not is_eval and not self._logs_together:
+            super().log(logs, start_time)
+            return
         if not is_eval:
             logs = {**logs, **self._log.metrics.flush(self.collectives)}  # type: ignore[dict-item]
         super().log(logs, start_time)
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():
                 self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        with self._logging_together():
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self._logging_together():
+            return super()._finalize_training(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _logging_together(self) -> Iterator[None]:
+        self._logs_together = True
+        try:
+            yield
+        finally:
+            self._logs_together = False
 
     def begin_step(self) -> None:
         """Starts the clock of an optimizer step."""
@@ -448,6 +482,11 @@ def _load_models(model: str | PreTrainedModel, args: GRPOConfig) -> tuple[PreTra
     for loaded in (policy, reference):
         if args.disable_dropout and loaded is not None:
             policies.disable_dropout(loaded)
+    if policies.has_dropout(policy):
+        logger.warning(
+            "The policy has dropout, which stays on while it trains: its log-probabilities then differ from the "
+            "engine's. Set disable_dropout=True to train without."
+        )
     return policy, reference
 
 

@@ -150,6 +150,16 @@ class BackgroundEngine:
             raise self._died() from error
 
     def _receive(self) -> Any:
+        try:
+            return self._answer()
+        except EngineError:
+            raise
+        except BaseException:  # an interrupt: the answer to come must never be taken for a later call's
+            if self._process is not None:
+                self._process.kill()
+            raise
+
+    def _answer(self) -> Any:
         """The answer to the last call; raises what the child raised, or says how it ended."""
         assert self._process is not None
         heard = time.monotonic()

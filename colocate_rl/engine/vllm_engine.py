@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -98,7 +99,16 @@ class VllmEngine:
         EngineError: when vLLM cannot be built as asked.
     """
 
+    _living: "weakref.ref[VllmEngine] | None" = None
+
     def __init__(self, spec: EngineSpec) -> None:
+        other = VllmEngine._living() if VllmEngine._living is not None else None
+        if other is not None and other._llm is not None:
+            raise EngineError(
+                "Another engine lives in this process, and vLLM keeps state that two would share. Call close() on the "
+                "trainer that has it first."
+            )
+        VllmEngine._living = weakref.ref(self)
         self._spec = spec
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
         self._process = PrivateProcess(self._device, _environment(spec), _first_group(spec))
@@ -149,7 +159,14 @@ class VllmEngine:
             arguments["distributed_executor_backend"] = "external_launcher"
             if spec.device is not None:
                 arguments["device_ids"] = list(spec.shard_devices)
-        self._llm = LLM(**{**arguments, **spec.extra})
+        try:
+            self._llm = LLM(**{**arguments, **spec.extra})
+        except TypeError as error:
+            if not spec.extra:
+                raise
+            raise ConfigError(
+                f"vllm_engine_kwargs={dict(spec.extra)}: vLLM takes no such argument ({error})."
+            ) from error
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
@@ -330,7 +347,10 @@ def _parameters(**values: Any) -> Any:
     """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
     from vllm import SamplingParams
 
-    return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
+    try:
+        return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
+    except TypeError as error:
+        raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error
 
 
 def _completion(output: Any) -> Completion:

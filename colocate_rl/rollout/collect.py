@@ -1,5 +1,6 @@
 """One rollout, from rows of the data set to a batch ready for the loss: encode, generate, score, compare."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,7 +187,7 @@ class Rollout:
                 self._columns(rows),
                 trainer_state=trainer_state,
                 log_extra=_extra_logger(extras, len(rows)),
-                log_metric=lambda name, value: metrics.mean(name, value),
+                log_metric=_metric_logger(metrics),
             )
         advantages = self._compare(rows, prompt_ids, completions, rewards, metrics)
         return Scored(rows, prompt_ids, completions, texts, rewards, advantages, extras)
@@ -237,8 +238,26 @@ def group_positions(indices: Sequence[int]) -> torch.Tensor:
     return torch.tensor(list(positions.values()), dtype=torch.int64)
 
 
+RESERVED_METRICS = re.compile(
+    r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
+    r"staleness)$|(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling)/|eval_"
+)
+"""Names of the trainer's own figures."""
+
+
+def _metric_logger(metrics: MetricBuffer) -> Callable[[str, float], None]:
+    def log_metric(name: str, value: float) -> None:
+        if RESERVED_METRICS.match(name):
+            raise ValueError(f"log_metric({name!r}): the trainer logs a figure of that name itself. Use another one.")
+        metrics.mean(name, value)
+
+    return log_metric
+
+
 def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str, Sequence[Any]], None]:
     def log_extra(column: str, values: Sequence[Any]) -> None:
+        if column in ("step", "prompt", "completion", "advantage"):
+            raise ValueError(f"log_extra({column!r}): the table has a column of that name itself. Use another one.")
         if len(values) != expected:
             raise ValueError(f"log_extra({column!r}) got {len(values)} value(s) for {expected} completions.")
         extras[column] = list(values)

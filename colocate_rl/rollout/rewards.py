@@ -1,5 +1,6 @@
 """Calling reward functions and holding them to their contract."""
 
+import copy
 import functools
 import importlib
 import math
@@ -114,7 +115,11 @@ class Rewards:
             return table
         for number, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
             values = function(
-                prompts=prompts, completions=completions, completion_ids=completion_ids, **columns, **helpers
+                prompts=list(prompts),
+                completions=copy.deepcopy(completions),  # what one function changes, the next must not see
+                completion_ids=[list(ids) for ids in completion_ids],
+                **{column: list(values) for column, values in columns.items()},
+                **helpers,
             )
             table[:, number] = torch.tensor(_checked(name, values, len(prompts)))
         return table

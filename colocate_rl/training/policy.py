@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ from colocate_rl.errors import ConfigError
 def looks_like_path(name: str) -> bool:
     """True when ``name`` can only be a folder: hub names are ``model`` or ``owner/model``."""
     return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith("/")
+
+
+def local_or_hub(name: str) -> str:
+    """``name`` with ``~`` expanded where that is a folder here."""
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else name
 
 
 def check_model_folder(name: str) -> None:
@@ -52,7 +58,7 @@ def load_config(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code:
     check_model_folder(name)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            name, revision=init_kwargs.get("revision"), trust_remote_code=trust_remote_code
+            local_or_hub(name), revision=init_kwargs.get("revision"), trust_remote_code=trust_remote_code
         )
     except OSError as error:
         raise ConfigError(
@@ -69,7 +75,10 @@ def load_tokenizer(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_co
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, revision=init_kwargs.get("revision"), trust_remote_code=trust_remote_code, padding_side="left"
+            local_or_hub(name),
+            revision=init_kwargs.get("revision"),
+            trust_remote_code=trust_remote_code,
+            padding_side="left",
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -94,7 +103,7 @@ def load_policy(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code:
                 f"model_init_kwargs: dtype {init_kwargs['dtype']!r} is no torch dtype such as 'bfloat16'."
             )
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(local_or_hub(name), **kwargs)
     except ValueError as error:
         raise ConfigError(f"{name!r} is no causal language model: {error}") from error
     return model
@@ -114,10 +123,23 @@ def make_reference(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout probability of ``model`` to 0."""
+    """Sets every dropout probability of ``model`` to 0: dropout layers, and the numbers that attention layers keep."""
+    for module, name in _dropouts(model):
+        setattr(module, name, 0.0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a forward pass in training mode drops anything."""
+    return any(True for _ in _dropouts(model))
+
+
+def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every module and attribute that holds a dropout probability above 0."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            is_probability = name == "p" if isinstance(module, nn.Dropout) else name.endswith("dropout")
+            if is_probability and isinstance(value, float) and value > 0:
+                yield module, name
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -157,6 +179,13 @@ def context_window(config: PretrainedConfig, limit: int | None) -> int | None:
             f"Lower it."
         )
     return limit if limit is not None else own
+
+
+def vocab_size(config: PretrainedConfig) -> int | None:
+    """Embeddings of the model; None when the configuration does not say."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    return None if size is None else int(size)
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

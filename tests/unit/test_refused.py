@@ -1,0 +1,148 @@
+"""What would train wrongly without a word is refused or warned of."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import nn
+
+from colocate_rl import GRPOConfig
+from colocate_rl.collectives import Collectives
+from colocate_rl.completions import CompletionLog
+from colocate_rl.errors import ConfigError, DataError
+from colocate_rl.metrics import MetricBuffer
+from colocate_rl.preflight import check_run
+from colocate_rl.rollout.collect import _metric_logger
+from colocate_rl.rollout.rewards import Rewards
+from colocate_rl.training.policy import disable_dropout, has_dropout
+from tests.tiny import save_tiny, tiny_config, tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "max_tokens", "n", "seed", "logprobs"])
+def test_sampling_keys_that_the_loss_would_not_see(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"generation_kwargs holds '{key}'"):
+        GRPOConfig(str(tmp_path), generation_kwargs={key: 1})
+
+
+@pytest.mark.parametrize("key", ["model", "load_format", "logprobs_mode"])
+def test_engine_arguments_that_the_run_decides(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"vllm_engine_kwargs holds '{key}'"):
+        GRPOConfig(str(tmp_path), vllm_engine_kwargs={key: "x"})
+
+
+def test_sampling_filters_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "colocate_rl"):
+        GRPOConfig(str(tmp_path))
+        assert not caplog.records
+        GRPOConfig(str(tmp_path), top_p=0.9, top_k=5)
+    assert "top_p, top_k" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [{"torch_compile": True}, {"ignore_data_skip": True}])
+def test_settings_of_trainer_that_do_not_fit(tmp_path: Path, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        GRPOConfig(str(tmp_path), **setting)
+
+
+@pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
+def test_loaders_that_cut_rows_otherwise(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        GRPOConfig(str(tmp_path), accelerator_config={name: True})
+
+
+def test_sharding_chosen_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="FSDP"):
+        GRPOConfig(str(tmp_path))
+
+
+def test_reward_models_and_their_names() -> None:
+    for wrong in (nn.Linear(1, 1), "owner/model"):
+        with pytest.raises(ConfigError, match="not supported yet"):
+            Rewards([wrong])  # type: ignore[list-item]
+
+
+def test_what_one_reward_changes_the_next_does_not_see() -> None:
+    def spoil(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        completions.clear()
+        completion_ids[0].clear()
+        answer.clear()
+        return [0.0, 0.0]
+
+    def count(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        return [float(len(completions) + len(answer)), float(len(completion_ids[0]))]
+
+    table = Rewards([spoil, count]).score(["p", "p"], ["a", "b"], [[1, 2], [3]], {"answer": ["x", "y"]})
+    assert table[:, 1].tolist() == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["reward", "loss", "time/mine", "eval_reward", "kl"])
+def test_a_metric_under_the_trainers_own_name(name: str) -> None:
+    with pytest.raises(ValueError, match="of that name itself"):
+        _metric_logger(MetricBuffer())(name, 1.0)
+
+
+def test_a_metric_under_another_name() -> None:
+    metrics = MetricBuffer()
+    _metric_logger(metrics)("rewarding", 2.0)
+    assert metrics.flush(Collectives(torch.device("cpu"))) == {"rewarding": 2.0}
+
+
+def test_extras_of_mixed_types_do_not_end_a_run(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    log = CompletionLog(4, ["r"])
+    log.add(["p", "p"], ["a", "b"], [[1.0], [2.0]], [0.0, 0.0], {"x": [1, [2]]})
+    log.add(["p"], ["c"], [[3.0]], [0.0], {})
+    rows = log.flush(1, tmp_path, num_to_print=None, unique_prompts=False, console=Console(quiet=True))
+    assert len(rows) == 3
+    kept = datasets.Dataset.from_parquet(str(tmp_path / "completions_00001.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert kept["r"][:] == [1.0, 2.0, 3.0]
+    assert kept["x"][:] == ["1", "[2]", "None"]
+
+
+def test_dropout_is_found_and_switched_off_wherever_it_is_kept() -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
+    model[1].attention_dropout = 0.2  # type: ignore[assignment]
+    assert has_dropout(model)
+    disable_dropout(model)
+    assert not has_dropout(model)
+    assert (model[0].p, model[1].attention_dropout) == (0.0, 0.0)
+    assert not has_dropout(tiny_model())
+
+
+def check(folder: Path, rows: datasets.Dataset, tokenizer: Any = None, **changes: Any) -> None:
+    args = GRPOConfig(str(folder / "out"), per_device_train_batch_size=2, num_generations=2, max_completion_length=4)
+    check_run(
+        args,
+        Collectives(args.device),
+        model=str(folder),
+        tokenizer=tokenizer,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=rows,
+        eval_dataset=None,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("column", ["completions", "prompts", "trainer_state", "log_metric"])
+def test_columns_that_are_reward_arguments(tmp_path: Path, column: str) -> None:
+    save_tiny(tmp_path)
+    with pytest.raises(DataError, match=column):
+        check(tmp_path, datasets.Dataset.from_dict({"prompt": ["a", "b"], column: ["x", "y"]}))
+
+
+def test_ids_the_model_does_not_have(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
+    check(tmp_path, rows)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<extra{number}>" for number in range(40)])
+    with pytest.raises(DataError, match=f"id 2[89][0-9].*{tiny_config().vocab_size} embeddings"):
+        check(tmp_path, datasets.Dataset.from_dict({"prompt": ["a", "<extra39>"]}), tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<new pad>"})
+    with pytest.raises(ConfigError, match="pad token has id"):
+        check(tmp_path, rows, tokenizer)
