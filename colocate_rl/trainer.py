@@ -348,6 +348,13 @@ class GRPOTrainer(Trainer):
             rows = torch.tensor(float(part.num_rows))
             metrics.share("loss", loss.detach().cpu() * rows, rows)
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``Trainer``; unlike an evaluation it logs nothing."""
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._evaluated = False
+
     # Logs and checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -357,7 +364,8 @@ class GRPOTrainer(Trainer):
         one rank alone.
         """
         is_eval, self._evaluated = self._evaluated, False
-        if not is_eval and not self._logs_together:
+        own = self._logs_together and not logs.keys().isdisjoint(("learning_rate", "train_runtime"))
+        if not is_eval and not own:  # a user's, perhaps from a callback of the trainer's own log, save or evaluation
             super().log(logs, start_time)
             return
         if not is_eval:

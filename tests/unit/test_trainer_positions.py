@@ -1,5 +1,6 @@
 """What the trainer takes for old log-probabilities, wherever a run stands within its generation batches."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import datasets
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from colocate_rl import GRPOConfig, GRPOTrainer, engines
 from colocate_rl.rollout.records import RolloutBatch
@@ -65,7 +67,8 @@ def make(folder: Path, **changes: Any) -> CheckingTrainer:
     }
     prompts = datasets.Dataset.from_dict({"prompt": [f"{number}=" for number in range(9)]})
     args = GRPOConfig(str(folder), **{**values, **changes})
-    return CheckingTrainer(tiny_model(), even_ids, args, prompts, processing_class=tiny_tokenizer())
+    held_out = None if args.eval_strategy == "no" else datasets.Dataset.from_dict({"prompt": ["1=", "2="]})
+    return CheckingTrainer(tiny_model(), even_ids, args, prompts, held_out, processing_class=tiny_tokenizer())
 
 
 @pytest.fixture
@@ -105,3 +108,44 @@ def test_a_second_run_of_one_trainer_starts_from_the_current_weights(tmp_path: P
     assert trainer.engine.loads == 1
     trainer.train()
     assert trainer.engine.loads == 2
+
+
+class Chatty(TrainerCallback):
+    """Logs from within the trainer's own logs, saves and evaluations, as a user may on one rank alone."""
+
+    trainer: CheckingTrainer
+    busy = False
+
+    def say(self, *_: Any, **__: Any) -> None:
+        if not self.busy:
+            self.busy = True
+            self.trainer.log({"mine": 1.0})
+            self.busy = False
+
+    on_log = on_save = on_evaluate = on_train_end = say  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_only_the_trainers_own_logs_join_ranks(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2)
+    chatty = Chatty()
+    chatty.trainer = trainer
+    trainer.add_callback(chatty)
+    joined: list[str] = []
+    together = trainer.collectives.failing_together
+
+    def record(phase: str) -> Any:
+        joined.append(phase)
+        return together(phase)
+
+    trainer.collectives.failing_together = record  # type: ignore[method-assign]
+    prediction = trainer.predict(trainer.eval_dataset)
+    assert prediction.metrics["test_reward"] >= 0
+    assert joined.count("writing the log") == 0
+    trainer.train()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kinds = ["eval" if "eval_reward" in r else "step" if "reward" in r else "end" for r in records]
+    assert kinds == ["step", "eval"] * 3 + ["end"]
+    assert joined.count("writing the log") == len(records)
+    assert not any("mine" in record for record in records)
+    assert sum("mine" in line for line in trainer.state.log_history) > 6
