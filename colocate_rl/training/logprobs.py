@@ -187,7 +187,7 @@ def completion_statistics(
         entropy[:, 1:][chosen] = flat_entropy
         return TokenStatistics(logprobs, entropy)
 
-    return _through_wrapper(wrapper, policy, compute)
+    return _through_wrapper(wrapper, policy, batch.input_ids, compute)
 
 
 def _decoder(model: nn.Module) -> Any:
@@ -210,22 +210,25 @@ def _packed_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
     return states
 
 
-def _through_wrapper(wrapper: nn.Module, policy: nn.Module, function: Callable[[nn.Module], Result]) -> Result:
+def _through_wrapper(
+    wrapper: nn.Module, policy: nn.Module, inputs: torch.Tensor, function: Callable[[nn.Module], Result]
+) -> Result:
     """Runs ``function(policy)`` as the forward pass of ``wrapper``, so that its hooks (gradient reduction) take part.
 
     A wrapper such as DistributedDataParallel only knows ``forward``; for the length of one call the policy's is ours.
+    It is given ``inputs``, which nobody reads: on a GPU DistributedDataParallel fails without any.
     """
     if wrapper is policy:
         return function(policy)
     original = policy.__dict__.get("forward")
 
-    def forward(self: nn.Module) -> Result:
+    def forward(self: nn.Module, _: torch.Tensor) -> Result:
         _restore_forward(policy, original)
         return function(self)
 
     policy.forward = types.MethodType(forward, policy)
     try:
-        result: Result = wrapper()
+        result: Result = wrapper(inputs)
         return result
     finally:
         _restore_forward(policy, original)
