@@ -12,7 +12,7 @@ from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
 from colocate_rl.training.losses import LossInputs, LossOutput, LossSettings, SliceSize, grpo_loss
-from colocate_rl.training.packing import fill
+from colocate_rl.training.packing import fill, prompt_owners
 
 EarlyBackward = Callable[[], AbstractContextManager[Callable[[torch.Tensor], None]]]
 """Makes the context of a micro-batch that is not the last of its slice; inside, the function runs a backward pass."""
@@ -29,6 +29,8 @@ class Objective:
     """Makes the mixed-precision context of a forward pass."""
     packed: bool = False
     """Whether rows pass through the models without padding."""
+    compiled: bool = False
+    """Whether layers and head run compiled."""
     max_tokens: int | None = None
     """Most tokens of a micro-batch (with their padding, where there is any); None: no limit."""
 
@@ -42,13 +44,19 @@ class Objective:
             chunk=self.chunk,
             autocast=self.autocast,
             packed=self.packed,
+            compiled=self.compiled,
         )
 
     def micro_batches(self, batch: RolloutBatch) -> list[list[int]]:
         """Cuts a slice into row numbers of micro-batches of at most ``max_tokens`` tokens."""
         if self.max_tokens is None:
             return [list(range(batch.num_rows))] if batch.num_rows else []
-        return fill(batch.attention_mask.sum(1).tolist(), self.max_tokens, padded=not self.packed)
+        lengths = batch.attention_mask.sum(1)
+        prompts = None
+        if self.packed and batch.num_rows:
+            owner, prompt = prompt_owners(batch)
+            prompts = list(zip(owner.tolist(), prompt.sum(1).tolist(), strict=True))
+        return fill(lengths.tolist(), self.max_tokens, padded=not self.packed, prompts=prompts)
 
     def logprobs(self, model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
         """Log-probabilities float32 [B, T] without gradient or dropout, a micro-batch at a time."""
