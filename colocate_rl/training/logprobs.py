@@ -28,7 +28,7 @@ class TokenStatistics:
     logprobs: torch.Tensor
     """float32 [B, T], of the token itself, under the temperature."""
     entropy: torch.Tensor
-    """float32 [B, T], of the distribution it was drawn from, without gradient; nats."""
+    """float32 [B, T], of the distribution it was drawn from, in nats; with gradient, which costs nothing unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +90,22 @@ class _ChunkedStatistics(torch.autograd.Function):
             log_probabilities = logits.sub_(total[:, None])
             # In place: one chunk less at once.
             entropy[part] = -log_probabilities.exp().mul_(log_probabilities).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
         ctx.head, ctx.temperature, ctx.chunk = head, temperature, chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that nobody learns from costs nothing in the backward pass
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Recomputes each chunk's logits; d logp / d z = (onehot - softmax), chained through scale and soft cap."""
-        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Recomputes each chunk's logits z; chained through scale and soft cap are, with p = softmax(z),
+
+        d logp / d z = onehot - p, and d H / d z = -p (log p + H) for the entropy H.
+        """
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(normaliser)
         needs_weight = ctx.needs_input_grad[1]
         matrix, offset = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
@@ -107,7 +114,12 @@ class _ChunkedStatistics(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits, slope = _logits(hidden[part], matrix, offset, ctx.head, ctx.temperature)
-            delta = logits.sub_(normaliser[part, None]).exp_().mul_(-grad[part, None])
+            delta = logits.sub_(normaliser[part, None])  # log p
+            if grad_entropy is None:
+                delta = delta.exp_().mul_(-grad[part, None])
+            else:
+                pull = (delta + entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad[part, None])
+                delta = delta.exp_().mul_(pull).neg_()
             delta.scatter_add_(-1, targets[part, None], grad[part, None])
             delta.mul_(slope)
             delta = delta.to(hidden.dtype)
@@ -184,7 +196,7 @@ def completion_statistics(
         logprobs = torch.zeros(shape, device=states.device)
         logprobs[:, 1:] = logprobs[:, 1:].masked_scatter(chosen, flat_logprobs)
         entropy = torch.zeros(shape, device=states.device)
-        entropy[:, 1:][chosen] = flat_entropy
+        entropy[:, 1:] = entropy[:, 1:].masked_scatter(chosen, flat_entropy)
         return TokenStatistics(logprobs, entropy)
 
     return _through_wrapper(wrapper, policy, batch.input_ids, compute)

@@ -86,8 +86,9 @@ def full_statistics(logits: torch.Tensor, batch: RolloutBatch, temperature: floa
     for row, token in batch.completion_mask.nonzero().tolist():
         distribution = torch.log_softmax(logits[row, token - 1] / temperature, dim=-1)
         picked = distribution[batch.input_ids[row, token]]
-        logprobs = logprobs.index_put((torch.tensor(row), torch.tensor(token)), picked)
-        entropy[row, token] = -(distribution.exp() * distribution).sum().detach()
+        place = (torch.tensor(row), torch.tensor(token))
+        logprobs = logprobs.index_put(place, picked)
+        entropy = entropy.index_put(place, -(distribution.exp() * distribution).sum())
     return logprobs, entropy
 
 
@@ -114,16 +115,20 @@ def check_against_full(
     assert found.logprobs.dtype == found.entropy.dtype == torch.float32
     torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
-    assert not found.entropy.requires_grad
 
     names = [name for name, _ in model.named_parameters()]
     parameters = list(model.parameters())
-    ours = torch.autograd.grad((found.logprobs * weights).sum(), parameters)
-    theirs = torch.autograd.grad((expected * weights).sum(), parameters)
-    for name, mine, other in zip(names, ours, theirs, strict=True):
-        scale = float(other.abs().max())
-        assert scale > 0, f"{name} has no gradient at all: the comparison would say nothing"
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    for ours, theirs in (
+        (found.logprobs * weights, expected * weights),
+        (found.entropy * weights, entropy * weights),
+        (found.logprobs * weights + found.entropy, expected * weights + entropy),
+    ):
+        mine_all = torch.autograd.grad(ours.sum(), parameters, retain_graph=True)
+        other_all = torch.autograd.grad(theirs.sum(), parameters, retain_graph=True)
+        for name, mine, other in zip(names, mine_all, other_all, strict=True):
+            scale = float(other.abs().max())
+            assert scale > 0, f"{name} has no gradient at all: the comparison would say nothing"
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # Values and gradients
@@ -337,7 +342,7 @@ class RefusingWrapper(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self) -> Any:
+    def forward(self, _: torch.Tensor) -> Any:
         raise RuntimeError("refused before the policy ran")
 
 
