@@ -30,7 +30,7 @@ class EntropySelection:
         Returns:
             bool [B, T], False outside ``mask``.
         """
-        everywhere = torch.cat(self.collectives.gather_ragged(entropy.detach()[mask].float()))
+        everywhere = torch.cat(self.collectives.gather_ragged(entropy.detach()[mask]))
         if not len(everywhere):
             return torch.zeros_like(mask)
         threshold = float(np.quantile(everywhere.double().numpy(), 1 - self.share))

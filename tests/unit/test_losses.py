@@ -10,7 +10,7 @@ import torch
 
 from colocate_rl.training.aggregation import AGGREGATIONS
 from colocate_rl.training.losses import LossInputs, LossOutput, LossSettings, grpo_loss
-from colocate_rl.training.ratios import kl_k3, log_ratio, sampling_correction
+from colocate_rl.training.ratios import kl_k3, log_ratio, off_policy_mask, sampling_correction
 from colocate_rl.training.surrogates import Gamma, clipped_surrogate
 from tests.unit import reference
 
@@ -435,3 +435,86 @@ def test_dapo_parts_add_up_to_the_mean_over_all_tokens() -> None:
         for row, token in np.argwhere(part.mask).tolist()
     ]
     assert sum(losses) / 4 == pytest.approx(sum(every) / tokens)
+
+
+# The other losses, by hand
+
+
+def one_token(ratio: float, advantage: float, **changes: object) -> tuple[float, float]:
+    """Loss and its gradient by log p for one token with log p = -1, whose averages all are its own loss."""
+    logprob = torch.tensor([[0.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[0.0, -1.0 - math.log(ratio)]], dtype=torch.float64)
+    inputs = LossInputs(
+        policy_logprobs=logprob,
+        old_logprobs=old,
+        sampling_logprobs=old,
+        ref_logprobs=None,
+        mask=torch.tensor([[False, True]]),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+    )
+    settings = LossSettings(**{"correction": False, "max_completion_length": 1, **changes})  # type: ignore[arg-type]
+    loss = grpo_loss(inputs, settings, 1.0).loss
+    (gradient,) = torch.autograd.grad(loss, logprob)
+    assert gradient[0, 0] == 0
+    return loss.item(), gradient[0, 1].item()
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 4.0), (9.0, 5.0)])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_cispo_caps_the_weight_and_keeps_the_gradient(ratio: float, weight: float, advantage: float) -> None:
+    loss, gradient = one_token(ratio, advantage, loss_type="cispo", epsilon_high=5.0)
+    assert loss == pytest.approx(-weight * advantage * -1.0)
+    assert gradient == pytest.approx(-weight * advantage)
+
+
+def test_sapo_gates_by_the_sign_of_the_advantage() -> None:
+    """At ratio 2 the gate is sigma(tau) 4 / tau; its slope by log p is c 4 sigma (1 - sigma)."""
+    for advantage, tau in ((3.0, 1.0), (-3.0, 1.05)):
+        gate = 1 / (1 + math.exp(-tau))
+        loss, gradient = one_token(2.0, advantage, loss_type="sapo")
+        assert loss == pytest.approx(-advantage * gate * 4 / tau)
+        assert gradient == pytest.approx(-advantage * 2 * 4 * gate * (1 - gate))
+
+
+def test_vespo_weighs_by_the_sign_of_the_advantage() -> None:
+    """At w = 2: 2^k e^-lambda."""
+    for advantage, k, rate in ((1.5, 2.0, 3.0), (0.0, 2.0, 3.0), (-1.5, 3.0, 2.0)):
+        weight = 2**k * math.exp(-rate)
+        loss, gradient = one_token(2.0, advantage, loss_type="vespo")
+        assert loss == pytest.approx(weight * advantage)
+        assert gradient == pytest.approx(-weight * advantage)
+
+
+@pytest.mark.parametrize("ratio", [1e-12, 1e12])
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_far_ratios_stay_finite(ratio: float, loss_type: str) -> None:
+    loss, gradient = one_token(ratio, -1.0, loss_type=loss_type)
+    assert math.isfinite(loss)
+    assert math.isfinite(gradient)
+
+
+def test_luspo_weighs_a_sequence_by_its_length() -> None:
+    """Ratios 2 over two tokens and 3 over one, no clipping: the sum over tokens, then the mean over sequences."""
+    old = -torch.log(torch.tensor([[1.0, 2.0, 2.0], [1.0, 3.0, 1.0]]))
+    inputs = LossInputs(
+        policy_logprobs=torch.zeros(2, 3),
+        old_logprobs=old,
+        sampling_logprobs=old,
+        ref_logprobs=None,
+        mask=torch.tensor([[False, True, True], [False, True, False]]),
+        advantages=torch.tensor([1.0, 1.0]),
+    )
+    settings = LossSettings(loss_type="luspo", importance_sampling_level="sequence", epsilon_high=9.0, correction=False)
+    assert grpo_loss(inputs, settings, 1.0).loss.item() == pytest.approx(-(2 * 2 + 3) / 2)
+
+
+def test_the_off_policy_mask_by_hand() -> None:
+    """Means of log(engine / policy): 0.5 and -3, an unknown token counting as no difference."""
+    policy = torch.zeros(4, 3)
+    sampling = torch.tensor([[9.0, 0.0, 1.0], [9.0, 0.0, 1.0], [9.0, -3.0, math.nan], [9.0, 2.0, math.nan]])
+    mask = torch.tensor([[False, True, True]] * 4)
+    kept = off_policy_mask(policy, sampling, mask, torch.tensor([-1.0, 0.0, -1.0, -1.0]), 0.5)
+    assert kept.tolist() == [[True], [True], [True], [False]]
+    assert off_policy_mask(policy, sampling, mask, -torch.ones(4), 0.49).tolist() == [[False], [False], [True], [False]]
+    nothing = torch.zeros_like(mask)
+    assert off_policy_mask(policy, sampling, nothing, -torch.ones(4), 0.1).all()

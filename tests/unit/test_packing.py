@@ -33,8 +33,8 @@ from colocate_rl.engine.protocol import Completion
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention, packing, selfcheck
-from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
 from colocate_rl.training.aggregation import AGGREGATIONS
+from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
 from tests.tiny import tiny_config, tiny_model
