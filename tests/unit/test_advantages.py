@@ -175,7 +175,7 @@ def test_decoupled_advantages_equal_the_reference(
 
 
 def test_a_function_of_small_spread_counts_as_much_as_one_of_large() -> None:
-    """Rewards 0 or 1, and 0 or 100: summed, the second decides alone; decoupled, one of each is an average completion."""
+    """Rewards 0 or 1, and 0 or 100: summed, the second decides alone; decoupled, one of each is the average."""
     rewards = torch.tensor([[[1.0, 0.0], [1.0, 100.0], [0.0, 0.0], [0.0, 100.0]]])
     summed, decoupled = (
         score_groups(rewards, torch.ones(2), aggregation=aggregation, scale_rewards="group")
