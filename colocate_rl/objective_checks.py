@@ -56,6 +56,7 @@ def _check_ranges(args: GRPOOptions) -> None:
         ("ref_model_mixup_alpha", 0 < args.ref_model_mixup_alpha <= 1, "above 0, up to 1: it is the policy's share"),
         ("ref_model_sync_steps", args.ref_model_sync_steps >= 1, "at least 1 optimizer step"),
         ("top_entropy_quantile", 0 <= args.top_entropy_quantile <= 1, "a share of tokens, 0 to 1"),
+        ("router_aux_loss_coef", args.router_aux_loss_coef is None or args.router_aux_loss_coef >= 0, "at least 0"),
         ("entropy_coef_delta", args.entropy_coef_delta >= 0, "at least 0"),
         (
             "off_policy_mask_threshold",

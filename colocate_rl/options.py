@@ -211,6 +211,11 @@ class GRPOOptions:
         "use_adaptive_entropy: nats per token; the bonus is applied only after a step at or below it. Choose it near "
         "the entropy logged early in a run.",
     )
+    router_aux_loss_coef: float | None = _setting(
+        None,
+        "Mixture of experts: weight of the load-balancing loss, over prompt and completion tokens. None: the model's "
+        "own router_aux_loss_coef; 0: off.",
+    )
     off_policy_mask_threshold: float | None = _setting(
         None,
         "Leave completions with a negative advantage out of the policy loss when the engine found them likelier than "

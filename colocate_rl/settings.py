@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from colocate_rl import engines
 from colocate_rl.collectives import Collectives
@@ -20,6 +20,7 @@ from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.memory import estimate_step
 from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
 from colocate_rl.training.objective import Objective
+from colocate_rl.training.routers import router_loss
 from colocate_rl.training.selection import EntropySelection
 from colocate_rl.training.surrogates import Gamma
 
@@ -55,8 +56,10 @@ def loss_settings(args: GRPOConfig) -> LossSettings:
     )
 
 
-def objective(args: GRPOConfig, autocast: Callable[[], Any], collectives: Collectives) -> Objective:
-    """The objective of a run, for padded rows."""
+def objective(
+    args: GRPOConfig, config: PretrainedConfig, autocast: Callable[[], Any], collectives: Collectives
+) -> Objective:
+    """The objective of a run, for padded rows of a policy with this configuration."""
     selection = EntropySelection(args.top_entropy_quantile, collectives) if args.top_entropy_quantile < 1 else None
     return Objective(
         settings=loss_settings(args),
@@ -66,6 +69,7 @@ def objective(args: GRPOConfig, autocast: Callable[[], Any], collectives: Collec
         max_tokens=args.max_tokens_per_micro_batch,
         selection=selection,
         bonus=entropy_bonus(args),
+        router=router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs),
     )
 
 

@@ -139,7 +139,7 @@ class GRPOTrainer(Trainer):
         clock = PhaseClock(_synchronizer(args.device))
         names = checked.rewards.names
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
-        with_padding = settings.objective(args, self.accelerator.autocast, self.collectives)
+        with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         models = [model for model in (policy, self.ref_model) if model is not None]
         self._objective = settings.decide_packing(args, models, with_padding, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)

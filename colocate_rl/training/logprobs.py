@@ -17,6 +17,7 @@ from colocate_rl.errors import ConfigError
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention
 from colocate_rl.training.packing import PackedRows
+from colocate_rl.training.routers import RouterLoad, router_load
 
 Result = TypeVar("Result")
 
@@ -29,6 +30,8 @@ class TokenStatistics:
     """float32 [B, T], of the token itself, under the temperature."""
     entropy: torch.Tensor
     """float32 [B, T], of the distribution it was drawn from, in nats; with gradient, which costs nothing unused."""
+    router: RouterLoad | None = None
+    """Of all tokens of the rows, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ def completion_statistics(
     chunk: int,
     autocast: Callable[[], Any],
     packed: bool = False,
+    experts_per_token: int | None = None,
 ) -> TokenStatistics:
     """Log-probabilities and entropies of a batch's completion tokens.
 
@@ -179,11 +183,13 @@ def completion_statistics(
         chunk: tokens whose logits exist at once.
         autocast: makes the mixed-precision context of the forward pass.
         packed: whether the rows pass through the decoder without padding (see :mod:`.packing`).
+        experts_per_token: of a mixture of experts whose router load is wanted; None: it is not.
     """
+    wanted = {} if experts_per_token is None else {"output_router_logits": True}
 
     def compute(model: nn.Module) -> TokenStatistics:
         with autocast():
-            states = (_packed_states if packed else _padded_states)(model, batch)
+            states, output = (_packed_states if packed else _padded_states)(model, batch, wanted)
             kind = states.device.type
             if torch.is_autocast_enabled(kind):  # the last norm gives float32; the head computes in autocast's type
                 states = states.to(torch.get_autocast_dtype(kind))
@@ -197,7 +203,10 @@ def completion_statistics(
         logprobs[:, 1:] = logprobs[:, 1:].masked_scatter(chosen, flat_logprobs)
         entropy = torch.zeros(shape, device=states.device)
         entropy[:, 1:] = entropy[:, 1:].masked_scatter(chosen, flat_entropy)
-        return TokenStatistics(logprobs, entropy)
+        if experts_per_token is None:
+            return TokenStatistics(logprobs, entropy)
+        real = None if packed else batch.attention_mask
+        return TokenStatistics(logprobs, entropy, router_load(output.router_logits, real, experts_per_token))
 
     return _through_wrapper(wrapper, policy, batch.input_ids, compute)
 
@@ -206,20 +215,18 @@ def _decoder(model: nn.Module) -> Any:
     return model.base_model if hasattr(model, "base_model_prefix") else model
 
 
-def _padded_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
-    """Hidden states [n, H] that predict the completion tokens, row by row."""
-    output = _decoder(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    states: torch.Tensor = output.last_hidden_state[:, :-1][batch.completion_mask[:, 1:]]
-    return states
+def _padded_states(model: nn.Module, batch: RolloutBatch, wanted: dict[str, bool]) -> tuple[torch.Tensor, Any]:
+    """Hidden states [n, H] that predict the completion tokens, row by row, and all that the decoder gave."""
+    output = _decoder(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **wanted)
+    return output.last_hidden_state[:, :-1][batch.completion_mask[:, 1:]], output
 
 
-def _packed_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
+def _packed_states(model: nn.Module, batch: RolloutBatch, wanted: dict[str, bool]) -> tuple[torch.Tensor, Any]:
     """The same from a pass without padding."""
     rows = PackedRows.of(batch)
     attention.check_installed(model)
-    output = _decoder(model)(**rows.arguments(), use_cache=False)
-    states: torch.Tensor = output.last_hidden_state[0][rows.predicts]
-    return states
+    output = _decoder(model)(**rows.arguments(), use_cache=False, **wanted)
+    return output.last_hidden_state[0][rows.predicts], output
 
 
 def _through_wrapper(

@@ -16,6 +16,7 @@ from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
 from colocate_rl.training.losses import LossInputs, LossSettings, grpo_loss, mean_entropy
 from colocate_rl.training.moving import EntropyBonus
 from colocate_rl.training.packing import fill
+from colocate_rl.training.routers import RouterLoad, RouterLoss, balance_loss
 from colocate_rl.training.selection import EntropySelection
 
 EarlyBackward = Callable[[], AbstractContextManager[Callable[[torch.Tensor], None]]]
@@ -39,9 +40,13 @@ class Objective:
     """Which tokens the policy loss and the entropy bonus are about; None: all of them."""
     bonus: EntropyBonus | None = None
     """Weighs an entropy bonus; None: there is none."""
+    router: RouterLoss | None = None
+    """Balances the experts of the policy; None: it has none, or they are left alone."""
 
-    def statistics(self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch) -> TokenStatistics:
-        """Log-probabilities (with gradient) and entropies; see :func:`completion_statistics`."""
+    def statistics(
+        self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch, *, with_router: bool = False
+    ) -> TokenStatistics:
+        """Log-probabilities and entropies (with gradient); see :func:`completion_statistics`."""
         return completion_statistics(
             wrapper,
             policy,
@@ -50,6 +55,7 @@ class Objective:
             chunk=self.chunk,
             autocast=self.autocast,
             packed=self.packed,
+            experts_per_token=self.router.experts_per_token if self.router is not None and with_router else None,
         )
 
     def micro_batches(self, batch: RolloutBatch) -> list[list[int]]:
@@ -62,21 +68,24 @@ class Objective:
         """Log-probabilities float32 [B, T] without gradient or dropout, a micro-batch at a time."""
         return self._fixed_statistics(model, batch).logprobs
 
-    def _fixed_statistics(self, model: nn.Module, batch: RolloutBatch) -> TokenStatistics:
+    def _fixed_statistics(self, model: nn.Module, batch: RolloutBatch, *, with_router: bool = False) -> TokenStatistics:
         device = next(model.parameters()).device
         shape = batch.input_ids.shape
-        whole = TokenStatistics(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+        logprobs, entropy = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        load: RouterLoad | None = None
         was_training = model.training
         model.eval()  # the engine, which these are compared with, knows no dropout
         try:
             with torch.no_grad():
                 for rows in self.micro_batches(batch):
-                    found = self.statistics(model, model, batch.rows(rows).to(device))
-                    whole.logprobs[rows, : found.logprobs.shape[1]] = found.logprobs
-                    whole.entropy[rows, : found.entropy.shape[1]] = found.entropy
+                    found = self.statistics(model, model, batch.rows(rows).to(device), with_router=with_router)
+                    logprobs[rows, : found.logprobs.shape[1]] = found.logprobs
+                    entropy[rows, : found.entropy.shape[1]] = found.entropy
+                    if found.router is not None:
+                        load = found.router if load is None else load + found.router
         finally:
             model.train(was_training)
-        return whole
+        return TokenStatistics(logprobs, entropy, load)
 
     def loss(
         self,
@@ -104,8 +113,12 @@ class Objective:
         """
         groups = self.micro_batches(batch)
         current = _Slice(tokens_per_slice, SliceSize(batch.num_rows, batch.loss_mask.sum()), metrics, early is not None)
-        if self.selection is not None and (self.max_tokens is not None or not groups):
-            current.select(self.selection, self._fixed_statistics(policy, batch).entropy, batch.loss_mask)
+        looks_ahead = self.selection is not None or self.router is not None
+        if looks_ahead and (self.max_tokens is not None or not groups):
+            ahead = self._fixed_statistics(policy, batch, with_router=True)
+            current.load = ahead.router
+            if self.selection is not None:
+                current.select(self.selection, ahead.entropy, batch.loss_mask)
         logprobs = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
         total = torch.zeros((), device=batch.input_ids.device)
         for number, rows in enumerate(groups):
@@ -119,15 +132,17 @@ class Objective:
                 loss = loss.detach()
             total = total + loss
             logprobs[rows, : found.shape[1]] = found
+        num_rows = torch.full_like(current.policy_loss, batch.num_rows)
         if self.bonus is not None:
-            num_rows = torch.full_like(current.policy_loss, batch.num_rows)
             metrics.share("policy_loss", current.policy_loss * num_rows, num_rows)
+        if self.router is not None:
+            metrics.share("aux_loss", current.balance_loss * num_rows, num_rows)
         return total, logprobs
 
     def _micro_batch_loss(
         self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch, rows: list[int], current: "_Slice"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        live = self.statistics(wrapper, policy, batch)
+        live = self.statistics(wrapper, policy, batch, with_router=True)
         detached = live.logprobs.detach()
         if self.selection is not None and current.selected is None:  # this micro-batch is its whole slice
             current.select(self.selection, live.entropy, batch.loss_mask)
@@ -144,14 +159,23 @@ class Objective:
         output = grpo_loss(inputs, self.settings, current.tokens_per_slice, current.size)
         current.policy_loss = current.policy_loss + output.loss.detach()
         note_update(current.metrics, self.settings, inputs, output, live.entropy.detach())
-        if self.bonus is None:
-            return output.loss, detached
         chosen = batch.loss_mask if selected is None else selected
-        if current.is_training:
-            self.bonus.observe(live.entropy, chosen)
-        if self.bonus.applied == 0.0:
-            return output.loss, detached
-        return output.loss - self.bonus.applied * mean_entropy(live.entropy, chosen, current.num_chosen), detached
+        return output.loss + self._regularisation(live, chosen, current), detached
+
+    def _regularisation(self, live: TokenStatistics, chosen: torch.Tensor, current: "_Slice") -> torch.Tensor | float:
+        """What is added to the policy loss: minus the entropy bonus, plus the load balancing of experts."""
+        added: torch.Tensor | float = 0.0
+        if self.bonus is not None:
+            if current.is_training:
+                self.bonus.observe(live.entropy, chosen)
+            if self.bonus.applied != 0.0:
+                added = added - self.bonus.applied * mean_entropy(live.entropy, chosen, current.num_chosen)
+        if self.router is not None:
+            assert live.router is not None
+            balance = balance_loss(live.router, current.load if current.load is not None else live.router)
+            current.balance_loss = current.balance_loss + balance.detach()
+            added = added + self.router.weight * balance
+        return added
 
 
 @dataclass(slots=True)
@@ -164,14 +188,19 @@ class _Slice:
     is_training: bool
     selected: torch.Tensor | None = None
     """bool [B, T], where tokens are selected by their entropy."""
+    load: RouterLoad | None = None
+    """Of the whole slice, where it has been found ahead."""
     num_chosen: torch.Tensor = field(init=False)
     """Scalar: tokens that the policy loss is about."""
     policy_loss: torch.Tensor = field(init=False)
-    """Scalar: of the micro-batches so far, without the entropy bonus."""
+    """Scalar: of the micro-batches so far, without what is added to it."""
+    balance_loss: torch.Tensor = field(init=False)
+    """Scalar: of the micro-batches so far."""
 
     def __post_init__(self) -> None:
         self.num_chosen = self.size.tokens
         self.policy_loss = torch.zeros((), device=self.size.tokens.device)
+        self.balance_loss = torch.zeros_like(self.policy_loss)
 
     def select(self, selection: EntropySelection, entropy: torch.Tensor, mask: torch.Tensor) -> None:
         self.selected = selection.select(entropy, mask)

@@ -371,6 +371,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "entropy_coef_max": (["0.5"], 0.5),
     "entropy_coef_delta": (["0.001"], 0.001),
     "entropy_target": (["0.6"], 0.6),
+    "router_aux_loss_coef": (["0.01"], 0.01),
     "off_policy_mask_threshold": (["0.5"], 0.5),
     "vllm_importance_sampling_cap": (["2.5"], 2.5),
     "use_liger_loss": (["True"], True),

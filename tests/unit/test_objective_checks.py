@@ -33,6 +33,7 @@ def make(folder: Path, **changes: Any) -> GRPOConfig:
         ({"ref_model_sync_steps": 0}, ["ref_model_sync_steps is 0", "optimizer step"]),
         ({"top_entropy_quantile": 1.2}, ["top_entropy_quantile is 1.2", "0 to 1"]),
         ({"top_entropy_quantile": -0.1}, ["top_entropy_quantile is -0.1"]),
+        ({"router_aux_loss_coef": -0.1}, ["router_aux_loss_coef is -0.1"]),
         ({"entropy_coef_delta": -0.1}, ["entropy_coef_delta is -0.1"]),
         ({"off_policy_mask_threshold": 0.0}, ["off_policy_mask_threshold is 0.0", "nats per token"]),
         ({"entropy_coef": float("nan")}, ["entropy_coef=nan", "finite"]),

@@ -21,6 +21,7 @@ from colocate_rl.options import option_fields
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training.logprobs import TokenStatistics
 from colocate_rl.training.objective import Objective
+from tests.tiny import tiny_config
 from tests.unit import reference
 from tests.unit.test_losses import make_problem
 
@@ -137,6 +138,7 @@ TESTED_ELSEWHERE = {
     "logprob_chunk_size": "test_logprobs.py",
     "padding_free": "test_packing.py",
     "max_tokens_per_micro_batch": "test_packing.py",
+    "router_aux_loss_coef": "test_routers.py",
     "use_liger_loss": "test_objective_checks.py",
 }
 """Settings under "Loss" that do not act on the loss of given log-probabilities, and where they are tried."""
@@ -150,7 +152,9 @@ class GivenStatistics(Objective):
         TOLD[id(self)] = TokenStatistics(logprobs, entropy)
         return self
 
-    def statistics(self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch) -> TokenStatistics:
+    def statistics(
+        self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch, *, with_router: bool = False
+    ) -> TokenStatistics:
         told, rows = TOLD[id(self)], batch.input_ids[:, 0]
         width = batch.input_ids.shape[1]
         return TokenStatistics(told.logprobs[rows, :width], told.entropy[rows, :width])
@@ -170,7 +174,7 @@ def float64() -> Iterator[None]:
 def make_objective(folder: Path, changes: dict[str, Any]) -> GivenStatistics:
     """The objective that the trainer would use with these settings."""
     args = GRPOConfig(str(folder), per_device_train_batch_size=8, **{**BASE, **changes})
-    made = settings.objective(args, contextlib.nullcontext, Collectives(torch.device("cpu")))
+    made = settings.objective(args, tiny_config(), contextlib.nullcontext, Collectives(torch.device("cpu")))
     return GivenStatistics(**{item.name: getattr(made, item.name) for item in dataclasses.fields(made)})
 
 
