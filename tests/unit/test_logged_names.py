@@ -14,6 +14,7 @@ from colocate_rl.options import LossType, choices
 from colocate_rl.rollout.collect import RESERVED_METRICS
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
+from tests.unit.test_routers import CONFIGS, make_model
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(240)]
 
@@ -30,12 +31,13 @@ def documented() -> dict[str, str]:
     return {name: when.strip() for names, when in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
-def is_logged(when: str, args: GRPOConfig) -> bool:
+def is_logged(when: str, args: GRPOConfig, *, is_mixture: bool) -> bool:
     """What the words of the table mean for a configuration."""
     bonus = args.entropy_coef != 0 or args.use_adaptive_entropy
     meanings = {
         "with the correction for the engine's numerics": args.vllm_importance_sampling_correction,
         "`beta` is not 0": args.beta != 0,
+        "the policy is a mixture of experts, and `router_aux_loss_coef` (or its own) is not 0": is_mixture,
         "there is an entropy bonus": bonus,
         "there is an entropy bonus; not in evaluation": bonus,
     }
@@ -46,10 +48,10 @@ def is_logged(when: str, args: GRPOConfig) -> bool:
     return meanings[when]
 
 
-def expected_names(args: GRPOConfig, *, in_evaluation: bool) -> set[str]:
+def expected_names(args: GRPOConfig, *, in_evaluation: bool, is_mixture: bool) -> set[str]:
     names = set()
     for name, when in documented().items():
-        if is_logged(when, args) and not (in_evaluation and "not in evaluation" in when):
+        if is_logged(when, args, is_mixture=is_mixture) and not (in_evaluation and "not in evaluation" in when):
             names.add(name.replace("<name>", "even_ids"))
     if in_evaluation:
         return names - TRAINER_NAMES
@@ -73,9 +75,13 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", CASES, ids=lambda changes: "-".join(map(str, changes.values())))
+@pytest.mark.parametrize(
+    ("changes", "is_mixture"),
+    [*((changes, False) for changes in CASES), *((changes, True) for changes in CASES[-4:])],
+    ids=lambda case: "-".join(map(str, case.values())) if isinstance(case, dict) else f"mixture-{case}",
+)
 def test_a_run_logs_the_documented_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_mixture: bool
 ) -> None:
     monkeypatch.setattr(engines, "build_engine", lambda *_: LengthyEngine())
     values: dict[str, Any] = {
@@ -95,7 +101,12 @@ def test_a_run_logs_the_documented_names(
     args = GRPOConfig(str(tmp_path), **{**values, **changes})
     prompts = datasets.Dataset.from_dict({"prompt": [f"{number}=" for number in range(9)]})
     trainer = GRPOTrainer(
-        tiny_model(), even_ids, args, prompts, prompts.select(range(3)), processing_class=tiny_tokenizer()
+        make_model(CONFIGS[0]) if is_mixture else tiny_model(),
+        even_ids,
+        args,
+        prompts,
+        prompts.select(range(3)),
+        processing_class=tiny_tokenizer(),
     )
     trainer.train()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -103,10 +114,14 @@ def test_a_run_logs_the_documented_names(
     evaluations = [record for record in records if "eval_reward" in record]
     assert len(steps) == len(evaluations) == 2
     for record in steps:
-        assert {simplified(name) for name in record} == expected_names(args, in_evaluation=False) | {"step"}
+        assert {simplified(name) for name in record} == expected_names(
+            args, in_evaluation=False, is_mixture=is_mixture
+        ) | {"step"}
     for record in evaluations:
         found = {name.removeprefix("eval_") for name in record}
-        assert found - TRAINER_NAMES - EVALUATION_CLOCK == expected_names(args, in_evaluation=True)
+        assert found - TRAINER_NAMES - EVALUATION_CLOCK == expected_names(
+            args, in_evaluation=True, is_mixture=is_mixture
+        )
     assert all(value is not None for record in [*steps, *evaluations] for value in record.values())
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
 
