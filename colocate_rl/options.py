@@ -113,6 +113,9 @@ class GRPOOptions:
         None, "Keyword arguments of from_pretrained when the model is given as a string (JSON on the command line)."
     )
     trust_remote_code: bool = _setting(False, "Allow code from the model's folder or hub repository to run.")
+    cast_lm_head_to_fp32: bool = _setting(
+        False, "Compute the output head of policy and reference in float32 where the rest computes in 16 bits."
+    )
     disable_dropout: bool = _setting(False, "Set every dropout of the policy and the reference to 0.")
     remove_unused_columns: bool = _setting(
         False, "True: pass only the prompt to the reward functions. False: pass every other column too."

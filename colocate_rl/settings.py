@@ -69,6 +69,7 @@ def objective(
         max_tokens=args.max_tokens_per_micro_batch,
         selection=selection,
         bonus=entropy_bonus(args),
+        fp32_head=args.cast_lm_head_to_fp32,
         router=router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs),
     )
 

@@ -35,6 +35,19 @@ class TokenStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class PassExtras:
+    """What a pass is asked for beyond the ordinary."""
+
+    experts_per_token: int | None = None
+    """Of a mixture of experts whose router load is wanted; None: it is not."""
+    fp32_head: bool = False
+    """Whether the output head computes in float32 whatever the decoder computes in."""
+
+
+NO_EXTRAS = PassExtras()
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """How a model turns hidden states into logits: z = x W^T + b, optionally scaled and soft-capped."""
 
@@ -171,7 +184,7 @@ def completion_statistics(
     chunk: int,
     autocast: Callable[[], Any],
     packed: bool = False,
-    experts_per_token: int | None = None,
+    extras: PassExtras = NO_EXTRAS,
 ) -> TokenStatistics:
     """Log-probabilities and entropies of a batch's completion tokens.
 
@@ -183,15 +196,18 @@ def completion_statistics(
         chunk: tokens whose logits exist at once.
         autocast: makes the mixed-precision context of the forward pass.
         packed: whether the rows pass through the decoder without padding (see :mod:`.packing`).
-        experts_per_token: of a mixture of experts whose router load is wanted; None: it is not.
+        extras: see :class:`PassExtras`.
     """
+    experts_per_token = extras.experts_per_token
     wanted = {} if experts_per_token is None else {"output_router_logits": True}
 
     def compute(model: nn.Module) -> TokenStatistics:
         with autocast():
             states, output = (_packed_states if packed else _padded_states)(model, batch, wanted)
             kind = states.device.type
-            if torch.is_autocast_enabled(kind):  # the last norm gives float32; the head computes in autocast's type
+            if extras.fp32_head:
+                states = states.float()
+            elif torch.is_autocast_enabled(kind):  # the last norm gives float32; the head computes in autocast's type
                 states = states.to(torch.get_autocast_dtype(kind))
         chosen = batch.completion_mask[:, 1:]
         head = Head.of(model)

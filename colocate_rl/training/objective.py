@@ -12,7 +12,7 @@ from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training.aggregation import SliceSize
 from colocate_rl.training.figures import note_update
-from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
+from colocate_rl.training.logprobs import PassExtras, TokenStatistics, completion_statistics
 from colocate_rl.training.losses import LossInputs, LossSettings, grpo_loss, mean_entropy
 from colocate_rl.training.moving import EntropyBonus
 from colocate_rl.training.packing import fill
@@ -42,6 +42,8 @@ class Objective:
     """Weighs an entropy bonus; None: there is none."""
     router: RouterLoss | None = None
     """Balances the experts of the policy; None: it has none, or they are left alone."""
+    fp32_head: bool = False
+    """Whether output heads compute in float32 whatever the rest computes in."""
 
     def statistics(
         self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch, *, with_router: bool = False
@@ -55,7 +57,9 @@ class Objective:
             chunk=self.chunk,
             autocast=self.autocast,
             packed=self.packed,
-            experts_per_token=self.router.experts_per_token if self.router is not None and with_router else None,
+            extras=PassExtras(
+                self.router.experts_per_token if self.router is not None and with_router else None, self.fp32_head
+            ),
         )
 
     def micro_batches(self, batch: RolloutBatch) -> list[list[int]]:

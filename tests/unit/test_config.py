@@ -332,6 +332,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_mode": (["colocate"], "colocate"),
     "model_init_kwargs": (['{"revision": "main"}'], {"revision": "main"}),
     "trust_remote_code": (["True"], True),
+    "cast_lm_head_to_fp32": (["True"], True),
     "disable_dropout": (["True"], True),
     "remove_unused_columns": (["True"], True),
     "shuffle_dataset": (["False"], False),

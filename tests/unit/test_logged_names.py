@@ -28,7 +28,7 @@ def documented() -> dict[str, str]:
     text = DOCUMENT.read_text()
     table = text[text.index("## Names in the log") : text.index("With `num_iterations` above 1")]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
-    return {name: when.strip() for names, when in rows for name in re.findall(r"`([^`]+)`", names)}
+    return {name: when.strip() for names, when in rows for name in re.findall(r"`([^`]+)`", names.partition("(")[0])}
 
 
 def is_logged(when: str, args: GRPOConfig, *, is_mixture: bool) -> bool:

@@ -22,7 +22,7 @@ from transformers import (
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.errors import ConfigError
 from colocate_rl.rollout.records import RolloutBatch
-from colocate_rl.training.logprobs import Head, TokenStatistics, completion_statistics
+from colocate_rl.training.logprobs import Head, PassExtras, TokenStatistics, completion_statistics
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.unit
@@ -187,6 +187,37 @@ def test_soft_cap_after_scale_by_formula() -> None:
 
     batch = make_batch((2, 5), (4, 2))
     check_against_full(model, batch, temperature=0.9, chunk=4, full=full)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_head_in_float32_on_a_decoder_in_bfloat16(mixed: bool) -> None:
+    """Weights in bfloat16, or computing in it: the head's logits are those of float32 factors, and so are gradients."""
+    model, batch = tiny_model(tied=False), make_batch((3, 5), (2, 7))
+    if not mixed:
+        model = model.to(torch.bfloat16)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=mixed)
+
+    def compute(fp32_head: bool) -> TokenStatistics:
+        return completion_statistics(
+            model, model, batch, temperature=0.7, chunk=5, autocast=autocast, extras=PassExtras(fp32_head=fp32_head)
+        )
+
+    with autocast():
+        states = model.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    head = model.lm_head.weight
+    logits = states.float() @ head.float().t()
+    expected, entropy = full_statistics(logits.double(), batch, 0.7)
+    found, rounded = compute(True), compute(False)
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert (rounded.logprobs - found.logprobs).abs().max() > 1e-3
+    (mine,) = torch.autograd.grad(found.logprobs.sum(), head)
+    (other,) = torch.autograd.grad(expected.sum(), head)
+    assert mine.dtype == head.dtype
+    tolerance = 1e-5 if mixed else 1e-2
+    torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:

@@ -270,6 +270,28 @@ def test_the_table_knows_every_setting_of_the_objective() -> None:
         assert (Path(__file__).parents[2] / (place if "/" in place else f"tests/unit/{place}")).is_file(), place
 
 
+def test_a_rank_without_rows_takes_part_in_the_selection(tmp_path: Path) -> None:
+    """In evaluation ranks may have different numbers of rows, and the quantile is that of all of them."""
+    objective = make_objective(tmp_path, {"top_entropy_quantile": 0.25, "entropy_coef": 0.1})
+    assert objective.selection is not None
+    asked: list[int] = []
+
+    class Counting(Collectives):
+        def gather_ragged(self, values: torch.Tensor) -> list[torch.Tensor]:
+            asked.append(len(values))
+            return super().gather_ragged(values)
+
+    selection = dataclasses.replace(objective.selection, collectives=Counting(torch.device("cpu")))
+    objective = dataclasses.replace(objective, selection=selection)
+    problem = make_problem()
+    nothing = make_batch(problem, old=problem.old).rows([])
+    model = nn.Linear(1, 1)
+    empty = torch.zeros(0, 0)
+    loss, _ = objective.told(empty, empty).loss(model, model, nothing, 1.0, MetricBuffer())
+    assert loss.item() == 0.0
+    assert asked == [0]
+
+
 @pytest.mark.parametrize("changes", [{"top_entropy_quantile": 0.25}, {"entropy_coef": 0.1}, {"loss_type": "vespo"}])
 def test_a_slice_with_nothing_in_the_loss(tmp_path: Path, changes: dict[str, Any]) -> None:
     problem = make_problem()
