@@ -12,6 +12,7 @@ from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
+from colocate_rl.errors import ConfigError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
 from colocate_rl.training import attention, packing, selfcheck
@@ -89,10 +90,18 @@ def entropy_bonus(args: GRPOConfig) -> EntropyBonus | None:
 def moving_parts(
     args: GRPOConfig, collectives: Collectives, objective: Objective, reference: PreTrainedModel | None
 ) -> MovingParts:
-    """What of the objective moves while the run trains."""
+    """What of the objective moves while the run trains.
+
+    Raises:
+        ConfigError: when the reference is to follow the policy but is no model of its own.
+    """
     moving = None
     if args.sync_ref_model:
-        assert reference is not None
+        if reference is None:
+            raise ConfigError(
+                "sync_ref_model=True needs a reference model of its own, but here the policy without its adapters is "
+                "the reference, which does not move. Remove sync_ref_model, or train all weights."
+            )
         moving = MovingReference(reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
     return MovingParts(collectives, moving, objective.bonus)
 

@@ -1,5 +1,6 @@
 """What of the objective moves while a run trains: by hand, in a run, and over a resume."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -11,12 +12,12 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from colocate_rl import GRPOConfig, GRPOTrainer, engines
+from colocate_rl import GRPOConfig, GRPOTrainer, engines, settings
 from colocate_rl.collectives import Collectives
-from colocate_rl.errors import DataError
+from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(240)]
@@ -126,6 +127,13 @@ def test_a_checkpoint_without_it_is_refused(tmp_path: Path) -> None:
         MovingParts(ALONE, bonus=EntropyBonus(0.1, target=1.0)).load(tmp_path)
 
 
+def test_adapters_leave_no_reference_that_could_follow(tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), per_device_train_batch_size=8, beta=0.1, sync_ref_model=True)
+    objective = settings.objective(args, tiny_config(), contextlib.nullcontext, ALONE)
+    with pytest.raises(ConfigError, match="needs a reference model of its own"):
+        settings.moving_parts(args, ALONE, objective, None)
+
+
 # In a run
 
 
@@ -176,8 +184,8 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_s_reference_follows_its_policy_and_goes_on_after_a_resume(tmp_path: Path) -> None:
-    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-    trainer, watcher = make(tmp_path, **settings), Watcher()
+    chosen = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+    trainer, watcher = make(tmp_path, **chosen), Watcher()
     trainer.add_callback(watcher)
     expected = weights_of(tiny_model())
     trainer.train()
@@ -193,7 +201,7 @@ def test_a_run_s_reference_follows_its_policy_and_goes_on_after_a_resume(tmp_pat
     assert log[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert log[1]["kl"] > 0
 
-    resumed = make(tmp_path, **settings)
+    resumed = make(tmp_path, **chosen)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.ref_model is not None
     for name, weight in weights_of(resumed.ref_model).items():
@@ -204,7 +212,7 @@ def test_a_run_s_reference_follows_its_policy_and_goes_on_after_a_resume(tmp_pat
 
     plain = make(tmp_path / "plain", beta=0.1, max_steps=1)
     plain.train()
-    late = make(tmp_path / "plain", **settings)
+    late = make(tmp_path / "plain", **chosen)
     with pytest.raises(DataError, match=r"checkpoint-1.*no reference.safetensors"):
         late.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
 
@@ -224,7 +232,7 @@ def test_a_run_s_entropy_bonus_adapts_and_goes_on_after_a_resume(tmp_path: Path,
     probe = make(tmp_path / "probe", save_strategy="no", gradient_accumulation_steps=accumulation)
     probe.train()
     low, high = sorted(record["entropy"] for record in records(tmp_path / "probe"))[1:3]
-    settings = {
+    chosen = {
         "gradient_accumulation_steps": accumulation,
         "use_adaptive_entropy": True,
         "entropy_coef": 0.1,
@@ -232,14 +240,14 @@ def test_a_run_s_entropy_bonus_adapts_and_goes_on_after_a_resume(tmp_path: Path,
         "entropy_coef_max": 0.15,
         "entropy_target": (low + high) / 2,
     }
-    trainer = make(tmp_path, **settings)
+    trainer = make(tmp_path, **chosen)
     trainer.train()
     log = records(tmp_path)
     coefficient, last, applied = 0.1, math.inf, []
     for record in log:
-        applied.append(coefficient if last <= settings["entropy_target"] else 0.0)
+        applied.append(coefficient if last <= chosen["entropy_target"] else 0.0)
         last = record["entropy"]
-        change = 0.04 if last <= settings["entropy_target"] else -0.04
+        change = 0.04 if last <= chosen["entropy_target"] else -0.04
         coefficient = min(max(coefficient + change, 0.0), 0.15)
         assert record["entropy_coef"] == pytest.approx(coefficient)
     assert applied[0] == 0.0
@@ -249,7 +257,7 @@ def test_a_run_s_entropy_bonus_adapts_and_goes_on_after_a_resume(tmp_path: Path,
         if accumulation == 1:  # one slice: its mean entropy is the logged one
             assert bonus == pytest.approx(weight * record["entropy"], abs=1e-4)
         assert (abs(bonus) > 1e-3) == (weight > 0)
-    resumed = make(tmp_path, **settings)
+    resumed = make(tmp_path, **chosen)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     for again, first in zip(records(tmp_path)[5:], log[3:], strict=True):
         for figure in ("entropy_coef", "policy_loss", "loss", "entropy"):
@@ -260,8 +268,8 @@ def test_the_bonus_raises_the_entropy(tmp_path: Path) -> None:
     """The whole way through the policy: more entropy after a step with the bonus than after one without."""
     found = {}
     for coefficient in (0.0, 5.0, -5.0):
-        settings = {"entropy_coef": coefficient, "max_steps": 2, "save_strategy": "no", "learning_rate": 0.01}
-        trainer = make(tmp_path / str(coefficient), **settings)
+        chosen = {"entropy_coef": coefficient, "max_steps": 2, "save_strategy": "no", "learning_rate": 0.01}
+        trainer = make(tmp_path / str(coefficient), **chosen)
         trainer.train()
         batch = torch.randint(256, (4, 12), generator=torch.Generator().manual_seed(1))
         logits = trainer.model(input_ids=batch).logits.detach()
