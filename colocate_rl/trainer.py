@@ -397,11 +397,11 @@ class GRPOTrainer(Trainer):
         self._moving.end_step(self.accelerator.unwrap_model(self.model), self.state.global_step, self._log.metrics)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_checkpoint(*args, **kwargs)
         with self.collectives.failing_together("saving the objective"):
             if self.args.should_save:
                 folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 self._moving.save(Path(self._get_output_dir(trial=None)) / folder)
+        super()._save_checkpoint(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)

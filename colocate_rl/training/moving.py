@@ -168,6 +168,7 @@ class MovingParts:
     def save(self, folder: Path) -> None:
         """Writes what moves into a checkpoint; on the rank that saves only."""
         for part in self._stored():
+            folder.mkdir(parents=True, exist_ok=True)
             part.save(folder)
 
     def load(self, folder: Path) -> None:
