@@ -41,6 +41,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             self.gradient_checkpointing = False
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every parameter takes part in every micro-batch, empty ones too
+        if self.torch_compile and not (self.torch_compile_backend or self.torch_compile_mode):
+            self.torch_compile, self.compile_layers = False, True  # layer by layer, not as accelerate would
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
         self._normalise()
@@ -154,7 +156,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             )
 
         for name, reason in (
-            ("torch_compile", "the policy's forward pass is called through hooks that compilation would freeze"),
+            ("torch_compile", "layers are compiled one by one, with torch's defaults; leave out its backend and mode"),
             ("ignore_data_skip", "a resumed run would train other prompts than its generation batches say"),
         ):
             if getattr(self, name):

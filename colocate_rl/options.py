@@ -253,6 +253,11 @@ class GRPOOptions:
         "None: on GPU, where the model's attention allows it. True: on CPU too. Rows keep their padding, with one "
         "line in the log, where the model does not allow it or a check at start finds another result.",
     )
+    compile_layers: bool | None = _setting(
+        None,
+        "Run the policy's decoder layers and output head compiled (torch.compile), which takes some 20 s at start. "
+        "None: on GPU, where a check at start finds the same result. torch_compile=True is another word for True.",
+    )
     max_tokens_per_micro_batch: int | None = _setting(
         None,
         "Most tokens (prompt, completion, and padding where there is any) in one forward and backward pass. The "

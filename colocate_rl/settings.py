@@ -1,8 +1,7 @@
 """From the configuration to the settings of each room, so that no room reads the whole configuration."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from colocate_rl.engine.protocol import SamplingSpec
 from colocate_rl.errors import ConfigError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
-from colocate_rl.training import attention, packing, selfcheck
-from colocate_rl.training import policy as policies
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.memory import estimate_step
 from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
@@ -172,59 +169,3 @@ def decide_checkpointing(args: GRPOConfig, model: torch.nn.Module, placement: Pl
         memory / 2**30,
         tokens,
     )
-
-
-def decide_packing(
-    args: GRPOConfig, models: Sequence[PreTrainedModel], objective: Objective, collectives: Collectives
-) -> Objective:
-    """Lets rows pass through the models without padding where that is wanted, possible and proven to be the same.
-
-    Args:
-        args: the run's configuration.
-        models: policy and, where there is one, reference, on their device.
-        objective: computes with padding.
-        collectives: every rank must call this; all of them decide alike.
-
-    Returns:
-        The objective to use.
-    """
-    wanted = args.padding_free if args.padding_free is not None else args.device.type == "cuda"
-    if not wanted:
-        return objective
-    reasons = [reason for reason in collectives.gather_objects(_try_packing(args, models, objective)) if reason]
-    if not reasons:
-        return replace(objective, packed=True)
-    for model in models:
-        if model.config._attn_implementation == attention.NAME:
-            attention.uninstall(model)
-    logger.log(
-        logging.WARNING if args.padding_free else logging.INFO,
-        "rows keep their padding: %s %s. padding_free=False says so without asking.",
-        type(models[0]).__name__,
-        reasons[0],
-    )
-    return objective
-
-
-def _try_packing(args: GRPOConfig, models: Sequence[PreTrainedModel], objective: Objective) -> str | None:
-    """Prepares the models; why they must keep their padding, or None."""
-    known = next(filter(None, map(packing.obstacle, models)), None)
-    if known is not None:
-        return f"is not made for packed rows: {known}"
-    exact = policies.model_dtype(models[0]) == torch.float32 and not (args.bf16 or args.fp16)
-    for model in models:
-        attention.install(model)
-        try:
-            found = selfcheck.compare(model, objective)
-        except Exception as error:  # whatever a model of another kind stumbles over: it keeps its padding
-            return f"fails on packed rows ({type(error).__name__}: {error})"
-        shortfall = found.shortfall(exact=exact)
-        if shortfall is not None:
-            return f"computes something else on packed rows: {shortfall}"
-        logger.info(
-            "%s without padding: mean log-probability gap %.1e to padded rows, cosine of gradients %.6f",
-            type(model).__name__,
-            found.logprob_gap,
-            found.gradient_cosine,
-        )
-    return None

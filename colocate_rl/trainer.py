@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, preflight, settings
+from colocate_rl import engines, loaders, preflight, settings, speedups
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
@@ -141,7 +141,8 @@ class GRPOTrainer(Trainer):
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         models = [model for model in (policy, self.ref_model) if model is not None]
-        self._objective = settings.decide_packing(args, models, with_padding, self.collectives)
+        objective = speedups.decide_packing(args, models, with_padding, self.collectives)
+        self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
@@ -174,7 +175,7 @@ class GRPOTrainer(Trainer):
             settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
             self._log.clock,
         )
-        probe = replace(self._objective, temperature=1.0)
+        probe = replace(self._objective, temperature=1.0, compiled=False)  # one short pass, not worth compiling for
         self.weight_sync = WeightSync(
             self.engine,
             policy,
@@ -244,9 +245,15 @@ class GRPOTrainer(Trainer):
         scored, batch = self.rollout.score(answered, self._log.metrics, trainer_state=self.state)
         self._log.note_staleness(answered, self.state.global_step)
         self._note_rollout(scored, batch, answered.stats)
-        order = torch.randperm(batch.num_rows).tolist()
-        slices = batch.rows(order).split(args.steps_per_generation)
+        slices = batch.rows(self._order_of_rows(batch.num_rows)).split(args.steps_per_generation)
         return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
+
+    def _order_of_rows(self, num_rows: int) -> list[int]:
+        """Shuffled where several optimizer steps share the rows; one step sees them all, groups stay together."""
+        if self.args.micro_batches_per_rollout <= self.args.gradient_accumulation_steps:
+            return list(range(num_rows))
+        order: list[int] = torch.randperm(num_rows).tolist()
+        return order
 
     def _with_fixed_logprobs(self, batch: RolloutBatch, position: int) -> RolloutBatch:
         """Adds the log-probabilities that do not change while the generation batch is used.

@@ -275,8 +275,10 @@ class VllmEngine:
             gc.collect()
             if "vllm" in sys.modules:
                 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+                from vllm.platforms import interface
 
                 cleanup_dist_env_and_memory()
+                interface._assigned_physical_gpu_ids = None  # else it refuses the next engine any other GPU
         self._folder.cleanup()
 
 

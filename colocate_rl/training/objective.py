@@ -15,7 +15,7 @@ from colocate_rl.training.figures import note_update
 from colocate_rl.training.logprobs import PassExtras, TokenStatistics, completion_statistics
 from colocate_rl.training.losses import LossInputs, LossSettings, grpo_loss, mean_entropy
 from colocate_rl.training.moving import EntropyBonus
-from colocate_rl.training.packing import fill
+from colocate_rl.training.packing import fill, prompt_owners
 from colocate_rl.training.routers import RouterLoad, RouterLoss, balance_loss
 from colocate_rl.training.selection import EntropySelection
 
@@ -34,6 +34,8 @@ class Objective:
     """Makes the mixed-precision context of a forward pass."""
     packed: bool = False
     """Whether rows pass through the models without padding."""
+    compiled: bool = False
+    """Whether layers and head run compiled."""
     max_tokens: int | None = None
     """Most tokens of a micro-batch (with their padding, where there is any); None: no limit."""
     selection: EntropySelection | None = None
@@ -58,7 +60,9 @@ class Objective:
             autocast=self.autocast,
             packed=self.packed,
             extras=PassExtras(
-                self.router.experts_per_token if self.router is not None and with_router else None, self.fp32_head
+                compiled=self.compiled,
+                fp32_head=self.fp32_head,
+                experts_per_token=self.router.experts_per_token if self.router is not None and with_router else None,
             ),
         )
 
@@ -66,7 +70,12 @@ class Objective:
         """Cuts a slice into row numbers of micro-batches of at most ``max_tokens`` tokens."""
         if self.max_tokens is None:
             return [list(range(batch.num_rows))] if batch.num_rows else []
-        return fill(batch.attention_mask.sum(1).tolist(), self.max_tokens, padded=not self.packed)
+        lengths = batch.attention_mask.sum(1)
+        prompts = None
+        if self.packed and batch.num_rows:
+            owner, prompt = prompt_owners(batch)
+            prompts = list(zip(owner.tolist(), prompt.sum(1).tolist(), strict=True))
+        return fill(lengths.tolist(), self.max_tokens, padded=not self.packed, prompts=prompts)
 
     def logprobs(self, model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
         """Log-probabilities float32 [B, T] without gradient or dropout, a micro-batch at a time."""

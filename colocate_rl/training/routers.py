@@ -44,16 +44,16 @@ class RouterLoss:
     experts_per_token: int
 
 
-def router_load(logits: Sequence[torch.Tensor], mask: torch.Tensor | None, experts_per_token: int) -> RouterLoad:
+def router_load(logits: Sequence[torch.Tensor], num_holders: torch.Tensor, experts_per_token: int) -> RouterLoad:
     """Counts what the routers did.
 
     Args:
         logits: of each layer's router, [N, E].
-        mask: bool of N entries, True on tokens; None: all of them are.
+        num_holders: N entries, how often each token counts; 0 for padding.
         experts_per_token: k, experts that a token goes to.
     """
     num_experts = logits[0].shape[-1]
-    counted = torch.ones(len(logits[0]), device=logits[0].device) if mask is None else mask.reshape(-1).float()
+    counted = num_holders.reshape(-1).float()
     assigned = torch.zeros(num_experts, device=counted.device)
     probability = torch.zeros(num_experts, device=counted.device)
     for layer in logits:

@@ -387,6 +387,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_importance_sampling_clip_min": (["0.5"], 0.5),
     "logprob_chunk_size": (["64"], 64),
     "padding_free": (["True"], True),
+    "compile_layers": (["False"], False),
     "max_tokens_per_micro_batch": (["4096"], 4096),
     "log_completions": (["True"], True),
     "num_completions_to_print": (["0"], 0),

@@ -373,7 +373,7 @@ class RefusingWrapper(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, _: torch.Tensor) -> Any:
+    def forward(self, *_: Any) -> Any:
         raise RuntimeError("refused before the policy ran")
 
 

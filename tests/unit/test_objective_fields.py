@@ -137,6 +137,7 @@ TESTED_ELSEWHERE = {
     "entropy_target": "test_moving.py",
     "logprob_chunk_size": "test_logprobs.py",
     "padding_free": "test_packing.py",
+    "compile_layers": "test_compiling.py",
     "max_tokens_per_micro_batch": "test_packing.py",
     "router_aux_loss_coef": "test_routers.py",
     "use_liger_loss": "test_objective_checks.py",

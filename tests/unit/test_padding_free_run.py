@@ -1,6 +1,7 @@
 """Whole optimizer steps of the trainer on a scripted engine: with and without padding, in one pass or in several."""
 
 import random
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,21 @@ def test_training_is_the_same_without_padding_and_in_several_passes(run: Any, ob
         for line, same in zip(lines, log, strict=True):
             for name in ("loss", "grad_norm", "entropy", "kl", "sampling/sampling_logp_difference/mean"):
                 assert same[name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.timeout(400)
+def test_training_is_the_same_with_compiled_layers(run: Any) -> None:
+    _, expected, lines = run(max_steps=1)
+    other, weights, log = run(
+        max_steps=1, padding_free=True, max_tokens_per_micro_batch=48, compile_layers=True, gradient_checkpointing=True
+    )
+    assert other._objective.compiled
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+    for name in ("loss", "grad_norm", "entropy", "kl"):
+        assert log[0][name] == pytest.approx(lines[0][name], rel=1e-3, abs=1e-6), name
+    torch._dynamo.reset()
 
 
 def test_gradient_checkpointing_and_evaluation(run: Any) -> None:

@@ -41,7 +41,9 @@ def test_sampling_filters_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptur
     assert "top_p, top_k" in caplog.text
 
 
-@pytest.mark.parametrize("setting", [{"torch_compile": True}, {"ignore_data_skip": True}])
+@pytest.mark.parametrize(
+    "setting", [{"torch_compile": True, "torch_compile_mode": "max-autotune"}, {"ignore_data_skip": True}]
+)
 def test_settings_of_trainer_that_do_not_fit(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         GRPOConfig(str(tmp_path), **setting)

@@ -23,13 +23,15 @@ from transformers import (
 from colocate_rl import GRPOConfig, GRPOTrainer, engines
 from colocate_rl.errors import ConfigError
 from colocate_rl.metrics import MetricBuffer
+from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
+from colocate_rl.training.packing import PackedRows
 from colocate_rl.training.routers import RouterLoss, balance_loss, router_load, router_loss
 from tests.tiny import tiny_config, tiny_tokenizer
 from tests.unit import reference
-from tests.unit.test_packing import SMALL, make_batch
+from tests.unit.test_packing import SHARED, SMALL, make_batch, shared_batch
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
@@ -103,23 +105,28 @@ def early() -> Iterator[Callable[[torch.Tensor], None]]:
     yield lambda loss: loss.backward()
 
 
-def gradients(model: PreTrainedModel, objective: Objective) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    model: PreTrainedModel, objective: Objective, batch: RolloutBatch
+) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss, _ = objective.loss(model, model, make_batch(*ROWS), 5.0, MetricBuffer(), early)
+    loss, _ = objective.loss(model, model, batch, 5.0, MetricBuffer(), early)
     loss.backward()
     return loss.item(), {
         name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None
     }
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_the_loss_is_the_model_s_own_and_the_same_in_every_kind_of_pass(
-    config: PretrainedConfig, checkpointing: bool
+    config: PretrainedConfig, checkpointing: bool, shared: bool
 ) -> None:
-    model, batch = make_model(config), make_batch(*ROWS)
+    """Also where a prompt that several rows begin with passes the model once: it counts as often as there are rows."""
+    model, batch = make_model(config), shared_batch(*SHARED["groups"]) if shared else make_batch(*ROWS)
+    assert (PackedRows.of(batch).keys is not None) == shared
     model.train()
-    plain, without = gradients(model, make_objective())
+    plain, without = gradients(model, make_objective(), batch)
     own = model(
         input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_router_logits=True
     ).aux_loss
@@ -139,7 +146,7 @@ def test_the_loss_is_the_model_s_own_and_the_same_in_every_kind_of_pass(
         replace(whole, max_tokens=64),
         replace(whole, packed=True, max_tokens=64),
     ):
-        loss, found = gradients(model, objective)
+        loss, found = gradients(model, objective, batch)
         assert loss == pytest.approx(plain + WEIGHT * own.item(), rel=1e-5)
         for name, gradient in expected.items():
             scale = float(gradient.abs().max())
