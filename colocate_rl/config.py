@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
+from transformers.utils.import_utils import is_liger_kernel_available
 
-from colocate_rl import options
+from colocate_rl import objective_checks, options
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions
 
@@ -64,6 +65,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is no JSON object; write it as '{{\"key\": value}}'."
                 )
+        objective_checks.take_old_names(self)
         spelled = str(self.scale_rewards)  # TRL's booleans are taken too
         self.scale_rewards = {"true": "group", "false": "none"}.get(spelled.lower(), spelled)
         if self.epsilon_high is None:
@@ -76,6 +78,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "loss_type": options.LossType,
             "importance_sampling_level": options.ImportanceSamplingLevel,
             "scale_rewards": options.ScaleRewards,
+            "multi_objective_aggregation": options.MultiObjectiveAggregation,
             "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
             "old_logprobs": options.OldLogprobs,
             "overlap": options.Overlap,
@@ -116,13 +119,10 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         if self.logprob_chunk_size < 1:
             raise ConfigError(f"logprob_chunk_size is {self.logprob_chunk_size}; it must be at least 1 token.")
         self._check_bounds()
-        self._check_sampling_correction()
+        objective_checks.check_objective(self)
 
     def _check_bounds(self) -> None:
         for name, valid, rule in (
-            ("epsilon", self.epsilon >= 0, "at least 0"),
-            ("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "at least 0"),
-            ("delta", self.delta is None or self.delta > 1, "above 1: it bounds a probability ratio from above"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
             (
@@ -134,18 +134,6 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         ):
             if not valid:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
-
-    def _check_sampling_correction(self) -> None:
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(
-                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
-            )
-        if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
-            raise ConfigError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} truncates at "
-                "vllm_importance_sampling_clip_min and _clip_max, but both are None. Set at least one."
-            )
 
     def _check_unsupported(self) -> None:
         if not self.use_vllm:
@@ -180,6 +168,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                     "per_device_train_batch_size is what one rank trains on. Remove the setting."
                 )
         self._check_passed_on()
+        self._check_liger()
         filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
         used = [name for name, off in filters.items() if getattr(self, name) not in (off, 0.0)]
         if used and self.vllm_importance_sampling_correction:
@@ -207,6 +196,23 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         for key in self.vllm_engine_kwargs or {}:
             if key in options.ENGINE_OWNED_ARGUMENTS:
                 raise ConfigError(f"vllm_engine_kwargs holds {key!r}, which is decided by the run itself. Remove it.")
+
+    def _check_liger(self) -> None:
+        """Lets Liger's kernels stand in for a model's layers, but not for its head, which is chunked here anyway."""
+        if not self.use_liger_kernel:
+            return
+        if not is_liger_kernel_available():
+            raise ConfigError(
+                "use_liger_kernel=True needs the package liger-kernel, which is not installed. Install it, or remove "
+                "the setting: log-probabilities are computed without full logits either way."
+            )
+        kernels = dict(self.liger_kernel_config or {})
+        if kernels.get("fused_linear_cross_entropy"):
+            raise ConfigError(
+                "liger_kernel_config={'fused_linear_cross_entropy': True} would replace the forward pass that "
+                "log-probabilities are computed in. Remove it; they are computed without full logits anyway."
+            )
+        self.liger_kernel_config = {**kernels, "fused_linear_cross_entropy": False}
 
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""

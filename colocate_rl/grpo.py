@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("What to train")
     add = group.add_argument
     add("-h", "--help", action="store_true", help="Show this text and exit.")
+    add("--config", metavar="FILE", help="YAML file of any of these settings; flags win over it.")
     add("--model", "--model_name_or_path", metavar="NAME", help="Folder or hub name of a causal language model.")
     add(
         "--dataset",
@@ -90,15 +91,37 @@ def normalise_flags(arguments: Sequence[str]) -> list[str]:
     return out
 
 
+def parse_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The script's own arguments and the words that are left for the configuration, a ``--config`` file first.
+
+    The namespace also has ``unset``, the names of settings that the file sets to null.
+
+    Raises:
+        ConfigError: for a file that cannot be used.
+    """
+    parser = build_parser()
+    words = normalise_flags(arguments)
+    script, rest = parser.parse_known_args(words)
+    unset: list[str] = []
+    if script.config:
+        from colocate_rl.configfile import read_settings
+
+        switches = [action.dest for action in parser._actions if action.nargs == 0]
+        settings = read_settings(script.config, switches)
+        script, rest = parser.parse_known_args([*settings.words, *words])
+        unset = [name for name in settings.unset if name not in vars(script)]
+    script.unset = unset
+    return script, rest
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; exits with status 1 and one message when something cannot work."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser()
-    script, rest = parser.parse_known_args(normalise_flags(given))
-    if script.help:
-        print(help_text())
-        return
     try:
+        script, rest = parse_script(given)
+        if script.help:
+            print(help_text())
+            return
         _check_cheaply(script)
         from colocate_rl.launch import ensure_ranks
 
@@ -198,7 +221,9 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
 
     parser = Parser(GRPOConfig, allow_abbrev=False)  # type: ignore[arg-type]
     names = {option for action in parser._actions for option in action.option_strings}
-    unknown = [word.partition("=")[0] for word in rest if word.startswith("--") and word.partition("=")[0] not in names]
+    parser.set_defaults(**dict.fromkeys(script.unset))
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    unknown = [flag for flag in [*flags, *(f"--{name}" for name in script.unset)] if flag not in names]
     if unknown:
         close = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""

@@ -7,9 +7,10 @@ It imports nothing heavy, so that ``--help`` answers at once; :mod:`colocate_rl.
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 ScaleRewards = Literal["group", "batch", "none"]
+MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
 Overlap = Literal["none", "one_step"]
@@ -112,6 +113,9 @@ class GRPOOptions:
         None, "Keyword arguments of from_pretrained when the model is given as a string (JSON on the command line)."
     )
     trust_remote_code: bool = _setting(False, "Allow code from the model's folder or hub repository to run.")
+    cast_lm_head_to_fp32: bool = _setting(
+        False, "Compute the output head of policy and reference in float32 where the rest computes in 16 bits."
+    )
     disable_dropout: bool = _setting(False, "Set every dropout of the policy and the reference to 0.")
     remove_unused_columns: bool = _setting(
         False, "True: pass only the prompt to the reward functions. False: pass every other column too."
@@ -150,18 +154,76 @@ class GRPOOptions:
     beta: float = _setting(0.0, "Weight of the KL term. 0: no reference model is loaded.")
     num_iterations: int = _setting(1, "Passes over each generation batch (mu).")
     epsilon: float = _setting(0.2, "Lower clip range of the probability ratio.")
-    epsilon_high: float | None = _setting(None, "Upper clip range of the probability ratio. None: epsilon.")
+    epsilon_high: float | None = _setting(
+        None,
+        "Upper clip range of the probability ratio. None: epsilon. With loss_type cispo it is the cap of the ratio "
+        "itself (5.0 is usual).",
+    )
     delta: float | None = _setting(None, "Upper bound of the unclipped ratio (two-sided clipping). None: no bound.")
     importance_sampling_level: str = _setting(
         "token", "Level of the probability ratio: " + ", ".join(choices(ImportanceSamplingLevel)) + "."
     )
-    loss_type: str = _setting("dapo", "How token losses are averaged: " + ", ".join(choices(LossType)) + ".")
+    loss_type: str = _setting(
+        "dapo",
+        "What a token's loss is, and how token losses are averaged: " + ", ".join(choices(LossType)) + ".",
+    )
+    sapo_temperature_pos: float = _setting(1.0, "sapo: temperature of the gate of tokens with a positive advantage.")
+    sapo_temperature_neg: float = _setting(1.05, "sapo: temperature of the gate of all other tokens.")
+    vespo_k_pos: float = _setting(
+        2.0, "vespo: how strongly sequences that became less likely (w < 1) lose weight; advantages of at least 0."
+    )
+    vespo_lambda_pos: float = _setting(
+        3.0, "vespo: how strongly sequences that became likelier (w > 1) lose weight; advantages of at least 0."
+    )
+    vespo_k_neg: float = _setting(3.0, "vespo: as vespo_k_pos, for negative advantages.")
+    vespo_lambda_neg: float = _setting(2.0, "vespo: as vespo_lambda_pos, for negative advantages.")
     scale_rewards: str = _setting(
         "group", "Standard deviation that divides advantages: group (True means this too), batch, none (False)."
     )
     reward_weights: list[float] | None = _setting(None, "One weight per reward function. None: all 1.0.")
+    multi_objective_aggregation: str = _setting(
+        "sum_then_normalize",
+        "Several reward functions: sum_then_normalize, or normalize_then_sum (GDPO), where each is scaled within its "
+        "group before they are summed and scale_rewards is not read.",
+    )
     mask_truncated_completions: bool = _setting(False, "Leave completions that hit a length limit out of the loss.")
     use_bias_correction_kl: bool = _setting(True, "Multiply the KL term by the probability ratio.")
+    sync_ref_model: bool = _setting(
+        False, "Let the reference model follow the policy. Needs beta; checkpoints then hold the reference too."
+    )
+    ref_model_mixup_alpha: float = _setting(
+        0.6, "sync_ref_model: the policy's share in reference <- alpha policy + (1 - alpha) reference."
+    )
+    ref_model_sync_steps: int = _setting(512, "sync_ref_model: optimizer steps between two updates of the reference.")
+    top_entropy_quantile: float = _setting(
+        1.0,
+        "Share of tokens (0 to 1), those of largest entropy, that the policy loss is about, counted over the slices "
+        "of all ranks. 1.0: all of them; 0.2 is usual.",
+    )
+    entropy_coef: float = _setting(
+        0.0, "Weight of an entropy bonus (mean entropy per token, whatever loss_type). Adaptive: the first weight."
+    )
+    use_adaptive_entropy: bool = _setting(
+        False, "Raise entropy_coef after each step whose entropy was at or below entropy_target, and lower it else."
+    )
+    entropy_coef_min: float = _setting(0.0, "use_adaptive_entropy: smallest entropy_coef.")
+    entropy_coef_max: float = _setting(1.0, "use_adaptive_entropy: largest entropy_coef.")
+    entropy_coef_delta: float = _setting(0.005, "use_adaptive_entropy: change of entropy_coef in a step.")
+    entropy_target: float = _setting(
+        0.2,
+        "use_adaptive_entropy: nats per token; the bonus is applied only after a step at or below it. Choose it near "
+        "the entropy logged early in a run.",
+    )
+    router_aux_loss_coef: float | None = _setting(
+        None,
+        "Mixture of experts: weight of the load-balancing loss, over prompt and completion tokens. None: the model's "
+        "own router_aux_loss_coef; 0: off.",
+    )
+    off_policy_mask_threshold: float | None = _setting(
+        None,
+        "Leave completions with a negative advantage out of the policy loss when the engine found them likelier than "
+        "the policy does by more than this, in nats per token (0.5, say). None: keep all.",
+    )
     old_logprobs: str = _setting(
         "policy",
         "Whose log-probabilities are the 'old' ones of the ratio. policy: the policy's at rollout time (no extra pass "
@@ -175,8 +237,15 @@ class GRPOOptions:
     )
     vllm_importance_sampling_clip_max: float | None = _setting(3.0, "Upper bound of the correction weight.")
     vllm_importance_sampling_clip_min: float | None = _setting(None, "Lower bound of the correction weight.")
+    vllm_importance_sampling_cap: float | None = _setting(
+        None, "TRL's old name of vllm_importance_sampling_clip_max; wins over it when set."
+    )
     logprob_chunk_size: int = _setting(
         1024, "Tokens whose logits exist at the same time while log-probabilities are computed (memory against speed)."
+    )
+    use_liger_loss: bool | None = _setting(
+        None,
+        "Kept for older TRL scripts; changes nothing: log-probabilities are always computed without full logits.",
     )
     padding_free: bool | None = _setting(
         None,

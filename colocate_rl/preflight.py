@@ -16,6 +16,7 @@ from colocate_rl.placement import Placement
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.rewards import RewardFunction, Rewards
 from colocate_rl.training import policy as policies
+from colocate_rl.training.routers import router_loss
 
 EvalSets: TypeAlias = datasets.Dataset | Mapping[str, datasets.Dataset]
 
@@ -67,6 +68,7 @@ def check_run(
         config = policies.load_config(model, init_kwargs, trust_remote_code=args.trust_remote_code)
     else:
         config = model.config
+    router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs)
     if tokenizer is None:
         name = model if isinstance(model, str) else config._name_or_path
         tokenizer = policies.load_tokenizer(name, init_kwargs, trust_remote_code=args.trust_remote_code)

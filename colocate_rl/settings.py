@@ -1,17 +1,26 @@
 """From the configuration to the settings of each room, so that no room reads the whole configuration."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from colocate_rl import engines
+from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
+from colocate_rl.errors import ConfigError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.memory import estimate_step
+from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
+from colocate_rl.training.objective import Objective
+from colocate_rl.training.routers import router_loss
+from colocate_rl.training.selection import EntropySelection
+from colocate_rl.training.surrogates import Gamma
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +46,61 @@ def loss_settings(args: GRPOConfig) -> LossSettings:
         correction_mode=args.vllm_importance_sampling_mode,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
+        off_policy_threshold=args.off_policy_mask_threshold,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        vespo_positive=Gamma(args.vespo_k_pos, args.vespo_lambda_pos),
+        vespo_negative=Gamma(args.vespo_k_neg, args.vespo_lambda_neg),
     )
+
+
+def objective(
+    args: GRPOConfig, config: PretrainedConfig, autocast: Callable[[], Any], collectives: Collectives
+) -> Objective:
+    """The objective of a run, for padded rows of a policy with this configuration."""
+    selection = EntropySelection(args.top_entropy_quantile, collectives) if args.top_entropy_quantile < 1 else None
+    return Objective(
+        settings=loss_settings(args),
+        temperature=args.temperature,
+        chunk=args.logprob_chunk_size,
+        autocast=autocast,
+        max_tokens=args.max_tokens_per_micro_batch,
+        selection=selection,
+        bonus=entropy_bonus(args),
+        fp32_head=args.cast_lm_head_to_fp32,
+        router=router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs),
+    )
+
+
+def entropy_bonus(args: GRPOConfig) -> EntropyBonus | None:
+    """What weighs the entropy bonus; None: there is none."""
+    if not args.use_adaptive_entropy:
+        return EntropyBonus(args.entropy_coef) if args.entropy_coef != 0.0 else None
+    return EntropyBonus(
+        args.entropy_coef,
+        target=args.entropy_target,
+        delta=args.entropy_coef_delta,
+        bounds=(args.entropy_coef_min, args.entropy_coef_max),
+    )
+
+
+def moving_parts(
+    args: GRPOConfig, collectives: Collectives, objective: Objective, reference: PreTrainedModel | None
+) -> MovingParts:
+    """What of the objective moves while the run trains.
+
+    Raises:
+        ConfigError: when the reference is to follow the policy but is no model of its own.
+    """
+    moving = None
+    if args.sync_ref_model:
+        if reference is None:
+            raise ConfigError(
+                "sync_ref_model=True needs a reference model of its own, but here the policy without its adapters is "
+                "the reference, which does not move. Remove sync_ref_model, or train all weights."
+            )
+        moving = MovingReference(reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+    return MovingParts(collectives, moving, objective.bonus)
 
 
 def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[int, ...]) -> RolloutSettings:
@@ -57,6 +120,7 @@ def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[i
         sampling=sampling,
         pad_token_id=pad_token_id,
         scale_rewards=str(args.scale_rewards),
+        multi_objective_aggregation=args.multi_objective_aggregation,
         mask_truncated_completions=args.mask_truncated_completions,
         pass_columns=not args.remove_unused_columns,
     )

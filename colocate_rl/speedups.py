@@ -77,6 +77,8 @@ def decide_compiling(
     compiled = replace(objective, compiled=True)
 
     def prepare(model: PreTrainedModel) -> str | None:
+        if objective.router is not None:
+            return "has routers whose load is read by hooks, which compiled layers would not call"
         if not compiling.layers_of(model):
             return "names no layers to compile"
         compiling.install(model)

@@ -18,7 +18,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from colocate_rl import engines, loaders, preflight, settings, speedups
 from colocate_rl.collectives import Collectives
@@ -34,7 +34,6 @@ from colocate_rl.runlog import RunLog
 from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
-from colocate_rl.training.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -140,16 +139,11 @@ class GRPOTrainer(Trainer):
         clock = PhaseClock(_synchronizer(args.device))
         names = checked.rewards.names
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
-        with_padding = Objective(
-            settings=settings.loss_settings(args),
-            temperature=args.temperature,
-            chunk=args.logprob_chunk_size,
-            autocast=self.accelerator.autocast,
-            max_tokens=args.max_tokens_per_micro_batch,
-        )
+        with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         models = [model for model in (policy, self.ref_model) if model is not None]
         objective = speedups.decide_packing(args, models, with_padding, self.collectives)
         self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
+        self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._evaluated = False
@@ -345,8 +339,9 @@ class GRPOTrainer(Trainer):
 
     def _evaluate_loss(self, policy: nn.Module, batch: RolloutBatch, metrics: MetricBuffer) -> None:
         size = self.args.per_device_eval_batch_size
-        for start in range(0, batch.num_rows, size):
-            part = batch.rows(range(start, min(start + size, batch.num_rows)))
+        most = int(self.collectives.max(torch.tensor([batch.num_rows])))
+        for start in range(0, most, size):  # as often on every rank: an objective may compare them
+            part = batch.rows(range(min(start, batch.num_rows), min(start + size, batch.num_rows)))
             if self.ref_model is not None:
                 part = part.with_logprobs(ref_logprobs=self._objective.logprobs(self.ref_model, part).cpu())
             part = part.to(self.args.device)
@@ -406,9 +401,18 @@ class GRPOTrainer(Trainer):
         """Logs the step that has just ended."""
         self._log.note_step()
         self._micro_steps_since_update = 0
+        self._moving.end_step(self.accelerator.unwrap_model(self.model), self.state.global_step, self._log.metrics)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(*args, **kwargs)
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.collectives.failing_together("saving the objective"):
+            if self.args.should_save:
+                folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                self._moving.save(Path(self._get_output_dir(trial=None)) / folder)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        self._moving.load(Path(resume_from_checkpoint))
         self.weight_sync.invalidate()
 
     def _load_best_model(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.advantages import ScoredGroups, group_advantages, weighted_sum
+from colocate_rl.rollout.advantages import ScoredGroups, score_groups
 from colocate_rl.rollout.generate import Generator, Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
@@ -27,6 +27,7 @@ class RolloutSettings:
     sampling: SamplingSpec
     pad_token_id: int
     scale_rewards: str = "group"
+    multi_objective_aggregation: str = "sum_then_normalize"
     mask_truncated_completions: bool = False
     pass_columns: bool = True
     """Give every column but the prompt to the reward functions."""
@@ -218,8 +219,12 @@ class Rollout:
         table = torch.cat(parts)
         columns = group_positions(table[:, 0].long().tolist())
         all_rewards = table[:, 4:].float()
-        totals = weighted_sum(all_rewards, self.rewards.weights)
-        groups = group_advantages(totals[columns], self.settings.scale_rewards)
+        groups = score_groups(
+            all_rewards[columns],
+            self.rewards.weights,
+            aggregation=self.settings.multi_objective_aggregation,
+            scale_rewards=self.settings.scale_rewards,
+        )
         advantages = torch.zeros(len(table))
         advantages[columns.view(-1)] = groups.advantages.view(-1)
         _log_lengths(metrics, table[:, 1], table[:, 2], table[:, 3].bool())
@@ -240,7 +245,8 @@ def group_positions(indices: Sequence[int]) -> torch.Tensor:
 
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
-    r"staleness)$|(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling)/|eval_"
+    r"staleness|policy_loss|entropy_coef|aux_loss|cispo_clip_ratio)$|"
+    r"(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling|vespo)/|eval_"
 )
 """Names of the trainer's own figures."""
 

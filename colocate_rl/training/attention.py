@@ -21,6 +21,7 @@ REPLACED = "sdpa"
 
 _KNOWN = frozenset(
     {"scaling", "is_causal", "position_ids", "position_embeddings", "cache_position", "packed_keys"}
+    | {"output_router_logits"}
     | {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 )
 """Arguments that a packed pass reads or that change nothing in it. Any other one asks for another kind of attention."""

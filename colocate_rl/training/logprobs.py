@@ -17,6 +17,7 @@ from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention, compiling
 from colocate_rl.training.head import ChunkedStatistics, Head
 from colocate_rl.training.packing import PackedRows
+from colocate_rl.training.routers import RouterLoad, router_load
 
 Result = TypeVar("Result")
 
@@ -29,6 +30,23 @@ class TokenStatistics:
     """float32 [B, T], of the token itself, under the temperature."""
     entropy: torch.Tensor
     """float32 [B, T], of the distribution it was drawn from, in nats; with gradient, which costs nothing unused."""
+    router: RouterLoad | None = None
+    """Of all tokens of the rows, where it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassExtras:
+    """What a pass is asked for beyond the ordinary."""
+
+    compiled: bool = False
+    """Whether layers and head run compiled (see :mod:`.compiling`)."""
+    experts_per_token: int | None = None
+    """Of a mixture of experts whose router load is wanted; None: it is not."""
+    fp32_head: bool = False
+    """Whether the output head computes in float32 whatever the decoder computes in."""
+
+
+NO_EXTRAS = PassExtras()
 
 
 def completion_statistics(
@@ -40,7 +58,7 @@ def completion_statistics(
     chunk: int,
     autocast: Callable[[], Any],
     packed: bool = False,
-    compiled: bool = False,
+    extras: PassExtras = NO_EXTRAS,
 ) -> TokenStatistics:
     """Log-probabilities and entropies of a batch's completion tokens.
 
@@ -52,27 +70,33 @@ def completion_statistics(
         chunk: tokens whose logits exist at once.
         autocast: makes the mixed-precision context of the forward pass.
         packed: whether the rows pass through the decoder without padding (see :mod:`.packing`).
-        compiled: whether layers and head run compiled (see :mod:`.compiling`).
+        extras: see :class:`PassExtras`.
     """
+    experts_per_token = extras.experts_per_token
+    wanted = {} if experts_per_token is None else {"output_router_logits": True}
 
     def compute(model: nn.Module) -> TokenStatistics:
-        with autocast(), compiling.chosen(compiled):
-            states = (_packed_states if packed else _padded_states)(model, batch)
+        with autocast(), compiling.chosen(extras.compiled):
+            states, output, num_holders = (_packed_states if packed else _padded_states)(model, batch, wanted)
             kind = states.device.type
-            if torch.is_autocast_enabled(kind):  # the last norm gives float32; the head computes in autocast's type
+            if extras.fp32_head:
+                states = states.float()
+            elif torch.is_autocast_enabled(kind):  # the last norm gives float32; the head computes in autocast's type
                 states = states.to(torch.get_autocast_dtype(kind))
         chosen = batch.completion_mask[:, 1:]
         head = Head.of(model)
         targets = batch.input_ids[:, 1:][chosen]
         flat_logprobs, flat_entropy = ChunkedStatistics.apply(
-            states, head.weight, head.bias, targets, head.curve(temperature), chunk, compiled
+            states, head.weight, head.bias, targets, head.curve(temperature), chunk, extras.compiled
         )
         shape = batch.input_ids.shape
         logprobs = torch.zeros(shape, device=states.device)
         logprobs[:, 1:] = logprobs[:, 1:].masked_scatter(chosen, flat_logprobs)
         entropy = torch.zeros(shape, device=states.device)
         entropy[:, 1:] = entropy[:, 1:].masked_scatter(chosen, flat_entropy)
-        return TokenStatistics(logprobs, entropy)
+        if experts_per_token is None:
+            return TokenStatistics(logprobs, entropy)
+        return TokenStatistics(logprobs, entropy, router_load(output.router_logits, num_holders, experts_per_token))
 
     return _through_wrapper(wrapper, policy, batch.input_ids, compute)
 
@@ -81,20 +105,24 @@ def _decoder(model: nn.Module) -> Any:
     return model.base_model if hasattr(model, "base_model_prefix") else model
 
 
-def _padded_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
-    """Hidden states [n, H] that predict the completion tokens, row by row."""
-    output = _decoder(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    states: torch.Tensor = output.last_hidden_state[:, :-1][batch.completion_mask[:, 1:]]
-    return states
+def _padded_states(
+    model: nn.Module, batch: RolloutBatch, wanted: dict[str, bool]
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """Hidden states [n, H] that predict the completion tokens, row by row; all that the decoder gave; and how many
+    rows hold each token that went through it (padding: none).
+    """
+    output = _decoder(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **wanted)
+    return output.last_hidden_state[:, :-1][batch.completion_mask[:, 1:]], output, batch.attention_mask
 
 
-def _packed_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
+def _packed_states(
+    model: nn.Module, batch: RolloutBatch, wanted: dict[str, bool]
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
     """The same from a pass without padding."""
     rows = PackedRows.of(batch)
     attention.check_installed(model)
-    output = _decoder(model)(**rows.arguments(), use_cache=False)
-    states: torch.Tensor = output.last_hidden_state[0][rows.predictors]
-    return states
+    output = _decoder(model)(**rows.arguments(), use_cache=False, **wanted)
+    return output.last_hidden_state[0][rows.predictors], output, rows.num_holders()
 
 
 def _through_wrapper(

@@ -66,6 +66,12 @@ class PackedRows:
             packed, keys=keys, key_starts=_starts(key_counts[there]), longest_keys=int(key_counts[there].max())
         )
 
+    def num_holders(self) -> torch.Tensor:
+        """int64 [N]: how many rows each token of the sequence belongs to; more than one for a shared prompt's."""
+        if self.keys is None:
+            return torch.ones_like(self.input_ids[0])
+        return torch.bincount(self.keys, minlength=self.input_ids.shape[1])
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a decoder, under transformers' names for packed sequences; ``packed_keys`` is ours.
 

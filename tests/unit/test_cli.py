@@ -126,9 +126,7 @@ def test_trl_s_names_for_model_and_data(model_flag: str, data_flag: str) -> None
 
 def parsed(*words: str) -> Any:
     """The configuration as the command line makes it."""
-    flags = grpo.normalise_flags(["--model", "owner/some-model", *words])
-    script, rest = grpo.build_parser().parse_known_args(flags)
-    return grpo._parse_config(script, rest)
+    return grpo._parse_config(*grpo.parse_script(["--model", "owner/some-model", *words]))
 
 
 def test_settings_reach_the_configuration(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from colocate_rl import GRPOConfig, options
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions, option_fields
 from colocate_rl.rollout.advantages import group_advantages
-from colocate_rl.training.losses import AGGREGATIONS, sampling_correction
+from colocate_rl.training.aggregation import AGGREGATIONS
+from colocate_rl.training.ratios import sampling_correction
 
 pytestmark = pytest.mark.unit
 
@@ -238,6 +239,7 @@ def test_refusals_name_the_setting_and_the_numbers(tmp_path: Path, given: dict[s
         ("loss_type", options.LossType),
         ("importance_sampling_level", options.ImportanceSamplingLevel),
         ("scale_rewards", options.ScaleRewards),
+        ("multi_objective_aggregation", options.MultiObjectiveAggregation),
         ("vllm_importance_sampling_mode", options.SamplingCorrectionMode),
         ("old_logprobs", options.OldLogprobs),
     ],
@@ -248,7 +250,8 @@ def test_unknown_choices_list_the_known_ones(tmp_path: Path, name: str, literal:
         make(tmp_path, **{name: "nonsense"})
     assert f"{name}='nonsense' is unknown. Use one of: {', '.join(known)}." in str(caught.value)
     for value in known:
-        assert getattr(make(tmp_path, **{name: value}), name) == value
+        others = {"vllm_importance_sampling_mode": "token_mask"} if value == "vespo" else {}
+        assert getattr(make(tmp_path, **{name: value, **others}), name) == value
 
 
 def test_choices_are_what_the_code_knows() -> None:
@@ -329,6 +332,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_mode": (["colocate"], "colocate"),
     "model_init_kwargs": (['{"revision": "main"}'], {"revision": "main"}),
     "trust_remote_code": (["True"], True),
+    "cast_lm_head_to_fp32": (["True"], True),
     "disable_dropout": (["True"], True),
     "remove_unused_columns": (["True"], True),
     "shuffle_dataset": (["False"], False),
@@ -351,6 +355,27 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "delta": (["4.0"], 4.0),
     "importance_sampling_level": (["sequence"], "sequence"),
     "loss_type": (["bnpo"], "bnpo"),
+    "sapo_temperature_pos": (["0.9"], 0.9),
+    "sapo_temperature_neg": (["1.2"], 1.2),
+    "vespo_k_pos": (["1.5"], 1.5),
+    "vespo_lambda_pos": (["2.5"], 2.5),
+    "vespo_k_neg": (["2.5"], 2.5),
+    "vespo_lambda_neg": (["1.5"], 1.5),
+    "multi_objective_aggregation": (["normalize_then_sum"], "normalize_then_sum"),
+    "sync_ref_model": (["True", "--beta", "0.1"], True),
+    "ref_model_mixup_alpha": (["0.5"], 0.5),
+    "ref_model_sync_steps": (["64"], 64),
+    "top_entropy_quantile": (["0.2"], 0.2),
+    "entropy_coef": (["0.01"], 0.01),
+    "use_adaptive_entropy": (["True"], True),
+    "entropy_coef_min": (["-0.5"], -0.5),
+    "entropy_coef_max": (["0.5"], 0.5),
+    "entropy_coef_delta": (["0.001"], 0.001),
+    "entropy_target": (["0.6"], 0.6),
+    "router_aux_loss_coef": (["0.01"], 0.01),
+    "off_policy_mask_threshold": (["0.5"], 0.5),
+    "vllm_importance_sampling_cap": (["2.5"], 2.5),
+    "use_liger_loss": (["True"], True),
     "scale_rewards": (["False"], "none"),
     "reward_weights": (["0.5", "2.0"], [0.5, 2.0]),
     "mask_truncated_completions": (["True"], True),

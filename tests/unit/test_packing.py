@@ -33,8 +33,9 @@ from colocate_rl.engine.protocol import Completion
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention, packing, selfcheck
+from colocate_rl.training.aggregation import AGGREGATIONS
 from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
-from colocate_rl.training.losses import AGGREGATIONS, LossSettings
+from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
 from tests.tiny import tiny_config, tiny_model
 
@@ -116,12 +117,14 @@ def gradients(model: nn.Module, found: TokenStatistics) -> dict[str, torch.Tenso
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def assert_same_gradients(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(
+    mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-4
+) -> None:
     assert mine.keys() == other.keys()
     for name, gradient in other.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(
-            mine[name], gradient, rtol=1e-4, atol=1e-4 * max(scale, 1e-6), msg=lambda m, n=name: f"{n}: {m}"
+            mine[name], gradient, rtol=tolerance, atol=tolerance * max(scale, 1e-6), msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -426,7 +429,8 @@ class Early:
 def test_micro_batches_add_up_to_their_slice(loss_type: str, level: str, packed: bool) -> None:
     """Loss, log-probabilities and every gradient, for each loss; also with rows left out of the loss."""
     model, batch = make_model(), make_batch(*RAGGED, (4, 12), (9, 3))
-    old = statistics(make_model(seed=1), batch, packed=False).logprobs.detach()
+    live = statistics(model, batch, packed=False).logprobs.detach()
+    old = live + 0.3 * torch.randn(live.shape, generator=torch.Generator().manual_seed(2)) * batch.completion_mask
     batch = batch.with_logprobs(old_logprobs=old, ref_logprobs=old + 0.1)
     whole = objective(loss_type)
     whole = replace(whole, settings=replace(whole.settings, importance_sampling_level=level, beta=0.1))
@@ -442,7 +446,7 @@ def test_micro_batches_add_up_to_their_slice(loss_type: str, level: str, packed:
     assert found.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     torch.testing.assert_close(same, logprobs, rtol=1e-5, atol=1e-5)
     actual = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-    assert_same_gradients(actual, expected)
+    assert_same_gradients(actual, expected, tolerance=3e-4)
 
 
 def test_log_probabilities_and_evaluation_in_micro_batches() -> None:

@@ -84,16 +84,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+OBJECTIVES: list[dict[str, Any]] = [
+    {"loss_type": "dapo"},
+    {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.05},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "learning_rate": 0.05},
+    {"loss_type": "sapo", "off_policy_mask_threshold": 0.1, "multi_objective_aggregation": "normalize_then_sum"},
+    {"loss_type": "vespo", "sync_ref_model": True, "ref_model_sync_steps": 1},
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-def test_training_is_the_same_without_padding_and_in_several_passes(run: Any, loss_type: str) -> None:
-    trainer, expected, lines = run(loss_type=loss_type)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective["loss_type"])
+def test_training_is_the_same_without_padding_and_in_several_passes(run: Any, objective: dict[str, Any]) -> None:
+    """Two passes over each batch, of two accumulation steps each, with a reference."""
+    trainer, expected, lines = run(**objective)
     assert not trainer._objective.packed
     start = dict(tiny_model(tied=False).named_parameters())
     moved = max(float((expected[name] - weight.detach()).abs().max()) for name, weight in start.items())
     assert moved > 1e-3
     for changes in ({"padding_free": True}, {"padding_free": True, "max_tokens_per_micro_batch": 48}):
-        other, weights, log = run(loss_type=loss_type, **changes)
+        other, weights, log = run(**objective, **changes)
         assert other._objective.packed
         for model in (other.model, other.ref_model):
             assert model.config._attn_implementation == attention.NAME
