@@ -53,6 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--dataset_config", metavar="NAME", help="Configuration of a hub data set.")
     add("--dataset_train_split", metavar="NAME", default="train", help="Split to train on (default: train).")
+    add(
+        "--dataset_streaming",
+        action="store_true",
+        help="Read the training set while training, instead of all of it before; needs --max_steps.",
+    )
     add("--eval_dataset", metavar="NAME", help="Like --dataset, to evaluate on.")
     add("--dataset_test_split", metavar="NAME", default="test", help="Split to evaluate on (default: test).")
     add(
@@ -173,7 +178,9 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
             f"--resume-from-checkpoint {resume!r} is no folder. Name a checkpoint, or 'true' for the last one."
         )
     with Collectives(args.device).failing_together("reading the data sets"):
-        train = load_rows(script.dataset, script.dataset_train_split, script.dataset_config)
+        train = load_rows(
+            script.dataset, script.dataset_train_split, script.dataset_config, streaming=script.dataset_streaming
+        )
         evaluation = None
         if script.eval_dataset:
             evaluation = load_rows(script.eval_dataset, script.dataset_test_split, script.dataset_config)

@@ -13,9 +13,13 @@ def by_row(completions: list[str], answer: list[int], **_: Any) -> list[float | 
     return [None if text == "ee" else len(text) + number for text, number in zip(completions, answer, strict=True)]
 
 
+def by_ids(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
+    return [sum(ids) % 97 / 10 - number / 100 for ids, number in zip(completion_ids, answer, strict=True)]
+
+
 def calls(prompts: list[str], log_extra: Any, log_metric: Any, trainer_state: Any, **_: Any) -> list[float]:
     log_extra("pid", [os.getpid()] * len(prompts))
-    log_metric("step", trainer_state.global_step)
+    log_metric("seen step", trainer_state.global_step)
     return [float(len(prompts))] * len(prompts)
 
 

@@ -57,6 +57,9 @@ def test_files(tmp_path: Path, name: str, save: Callable[[Path], None], split: s
     loaded = load_rows(str(tmp_path / name), split)
     assert isinstance(loaded, datasets.Dataset)
     assert loaded.to_list() == ROWS
+    streamed = load_rows(str(tmp_path / name), split, streaming=True)
+    assert isinstance(streamed, datasets.IterableDataset)
+    assert list(streamed) == ROWS
 
 
 def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

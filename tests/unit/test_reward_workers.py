@@ -19,7 +19,7 @@ from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.scoring.contract import RewardOptions
 from tests.unit.reward_functions import bad, by_row, calls
 
-pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 
 GROUPS = [4, 4, 4, 9, 4, 9, 2]
 TEXTS = ["a", "bb", "ccc", "d", "ee", "ff", "g"]
@@ -77,7 +77,7 @@ def test_a_call_is_one_prompts_completions_in_another_process(ask: Ask) -> None:
     assert set(extras["pid"]) <= set(pids(rewards))
     assert os.getpid() not in extras["pid"]
     assert extras["pid"][0] == extras["pid"][4], "rows of one prompt are one call"
-    assert figures == [("step", 12.0)] * 3
+    assert figures == [("seen step", 12.0)] * 3
 
 
 def test_workers_work_at_the_same_time(ask: Ask, tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_function_that_does_not_arrive(ask: Ask, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("sleep", "took longer than 0.5 s"),
-        ("spin", "took longer than 0.5 s"),
+        ("sleep", "took longer than 2 s"),
+        ("spin", "took longer than 2 s"),
         ("die", "its worker process ended (signal 9"),
         ("leave", "SystemExit: 3"),
         ("vanish", "its worker process ended (status 3"),
@@ -129,7 +129,7 @@ def test_a_function_that_does_not_arrive(ask: Ask, tmp_path: Path, monkeypatch: 
 def test_only_the_completion_that_fails_loses_its_reward(
     ask: Ask, caplog: pytest.LogCaptureFixture, word: str, reason: str
 ) -> None:
-    rewards = ask.make([bad, by_row], timeout_s=0.5, on_error="none")
+    rewards = ask.make([bad, by_row], timeout_s=2.0, on_error="none")
     texts = ["a", "b", word, "c", "d", "e", "f"]
     figures: dict[str, float] = {}
     table = ask.score(rewards, texts, log_metric=figures.__setitem__)
