@@ -273,7 +273,7 @@ class GRPOTrainer(Trainer):
             rated, dropped = self._resampler.refill(rated, self._feed.spares(number), ask, metrics)
             for part in dropped:
                 self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
-        scored, batch = self.rollout.compare(rated, metrics)
+        scored, batch = self.rollout.finish(rated, metrics)
         self._log.note_staleness(rated.answered, step)
         self._log.note_rewards(step, scored.rows, scored.rewards, trained=True)
         self._note_rollout(scored, batch, rated.answered.stats)

@@ -132,21 +132,43 @@ class Rollout:
         completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
         return Answered(begun.rows, prompt_ids, completions, stats)
 
-    def score(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> tuple[Scored, RolloutBatch]:
-        """Scores the completions, each against the others of its group.
+    def rate(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> Rated:
+        """Asks the reward functions about this rank's completions.
 
         Args:
             answered: by the engines.
-            metrics: receives the figures of the rollout.
+            metrics: receives what reward functions log.
             trainer_state: handed to the reward functions.
+        """
+        rows, completions = answered.rows, answered.completions
+        extras: dict[str, list[Any]] = {}
+        with self._clock.phase("score"), self._collectives.failing_together("scoring completions"):
+            texts = [
+                self.codec.decode(row["prompt"], completion.token_ids)
+                for row, completion in zip(rows, completions, strict=True)
+            ]
+            rewards = self.rewards.score(
+                [row["prompt"] for row in rows],
+                texts,
+                [list(completion.token_ids) for completion in completions],
+                self._columns(rows),
+                groups=[row[PROMPT_INDEX] for row in rows],
+                trainer_state=trainer_state,
+                log_extra=_extra_logger(extras, len(rows)),
+                log_metric=_metric_logger(metrics),
+            )
+        return Rated(answered, texts, rewards, extras)
+
+    def finish(self, rated: Rated, metrics: MetricBuffer) -> tuple[Scored, RolloutBatch]:
+        """Compares completions, each with the others of its group; every rank must call it.
+
+        Args:
+            rated: this rank's rows.
+            metrics: receives the figures of the rollout.
 
         Returns:
             The scored rows, and the padded batch (on the CPU, rows in order).
         """
-        return self.compare(self.rate(answered, metrics, trainer_state=trainer_state), metrics)
-
-    def compare(self, rated: Rated, metrics: MetricBuffer) -> tuple[Scored, RolloutBatch]:
-        """The second half of :meth:`score`: from rewards to advantages and a batch to train on."""
         answered, completions = rated.answered, rated.answered.completions
         with self._clock.phase("score"):
             advantages = self._compare(answered.rows, answered.prompt_ids, completions, rated.rewards, metrics)
@@ -171,9 +193,9 @@ class Rollout:
         seed: int | None,
         policy_version: int = 0,
     ) -> tuple[Scored, RolloutBatch, list[EngineStats]]:
-        """:meth:`begin`, :meth:`wait` and :meth:`score` in one call."""
+        """:meth:`sample` and :meth:`finish` in one call."""
         rated = self.sample(rows, metrics, trainer_state=trainer_state, seed=seed, policy_version=policy_version)
-        scored, batch = self.compare(rated, metrics)
+        scored, batch = self.finish(rated, metrics)
         return scored, batch, rated.answered.stats
 
     def sample(
@@ -198,27 +220,6 @@ class Rollout:
             copies[index] = copies.get(index, 0) + 1
             first.setdefault(index, row)
         return [Prompt(index, self.codec.encode(first[index]["prompt"]), count) for index, count in copies.items()]
-
-    def rate(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> Rated:
-        """The first half of :meth:`score`: asks the reward functions about this rank's completions."""
-        rows, completions = answered.rows, answered.completions
-        extras: dict[str, list[Any]] = {}
-        with self._clock.phase("score"), self._collectives.failing_together("scoring completions"):
-            texts = [
-                self.codec.decode(row["prompt"], completion.token_ids)
-                for row, completion in zip(rows, completions, strict=True)
-            ]
-            rewards = self.rewards.score(
-                [row["prompt"] for row in rows],
-                texts,
-                [list(completion.token_ids) for completion in completions],
-                self._columns(rows),
-                groups=[row[PROMPT_INDEX] for row in rows],
-                trainer_state=trainer_state,
-                log_extra=_extra_logger(extras, len(rows)),
-                log_metric=_metric_logger(metrics),
-            )
-        return Rated(answered, texts, rewards, extras)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         if not self.settings.pass_columns or not rows:
@@ -268,7 +269,7 @@ def group_positions(indices: Sequence[int]) -> torch.Tensor:
 
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
-    r"staleness)$|(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling)/|eval_"
+    r"staleness)$|(completions|prompts|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling)/|eval_"
 )
 """Names of the trainer's own figures."""
 

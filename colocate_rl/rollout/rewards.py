@@ -196,10 +196,11 @@ def _check(
     if not functions:
         raise ConfigError("No reward source provided: pass at least one function or reward model as reward_funcs.")
     for function in functions:
-        if not (callable(function) or isinstance(function, str)):
+        is_model = isinstance(function, nn.Module)
+        if not (callable(function) or isinstance(function, str)) or (is_model and not hasattr(function, "config")):
             raise ConfigError(
                 f"reward_funcs holds {function!r} of type {type(function).__name__}; it takes functions, reward "
-                "models, and folders or hub names of reward models."
+                "models of transformers, and folders or hub names of such models."
             )
     for name, values in (("reward_weights", weights), ("reward_processing_classes", processing_classes)):
         if values is not None and len(values) != len(functions):

@@ -62,8 +62,9 @@ def serve(pipe: "Connection[Any, Any]") -> None:
 
     work: dict[str, Callable[..., Any]] = {"load": load, "call": call}
     while True:
-        name, arguments = pipe.recv()
+        message = pipe.recv_bytes()
         try:
+            name, arguments = pickle.loads(message)
             answer = pickle.dumps(work[name](*arguments))
         except (Exception, SystemExit) as error:
             answer = pickle.dumps(CallFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))

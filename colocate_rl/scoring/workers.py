@@ -73,7 +73,7 @@ class _Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
         command = [sys.executable, "-m", "colocate_rl.scoring.worker", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._pipe = mine
         theirs.close()
         answer = self._ask("load", self._functions, START_S)
@@ -96,8 +96,9 @@ class _Worker:
     def _ask(self, name: str, arguments: Sequence[Any], timeout_s: float | None) -> Any:
         assert self._process is not None
         assert self._pipe is not None
+        message = pickle.dumps((name, tuple(arguments)))  # not by send(), which would share tensors' memory
         try:
-            self._pipe.send((name, tuple(arguments)))
+            self._pipe.send_bytes(message)
             if not self._pipe.poll(timeout_s):
                 self.kill()
                 return CallFailure(f"took longer than {timeout_s:g} s")

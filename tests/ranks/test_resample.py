@@ -57,7 +57,7 @@ def refill_on_rank(parts: Sequence[Sequence[Row]], num_engines: int, max_tries: 
     rated = sample(parts[collectives.rank])
     resampler = Resampler(collectives, rollout.rewards.weights, max_tries)
     rated, dropped = resampler.refill(rated, make_rows(SPARES), ask, metrics)
-    scored, batch = rollout.compare(rated, metrics)
+    scored, batch = rollout.finish(rated, metrics)
     assert torch.equal(batch.advantages, scored.advantages)
     gone = [[row[PROMPT_INDEX] for row in part.answered.rows] for part in dropped]
     return Refilled(scored, gone, asked, metrics.flush(collectives))

@@ -96,13 +96,13 @@ def test_dynamic_sampling_trains_groups_with_a_spread(tmp_path: Path, make: Any)
     (tmp_path / "out" / "metrics.jsonl").unlink()
     trainer = make(dynamic_sampling=True, max_resample_tries=8, log_reward_trace=True)
     batches: list[list[int]] = []
-    compare = trainer.rollout.compare
+    finish = trainer.rollout.finish
 
     def watch(rated: Any, metrics: Any) -> Any:
         batches.append([row[PROMPT_INDEX] for row in rated.answered.rows])
-        return compare(rated, metrics)
+        return finish(rated, metrics)
 
-    trainer.rollout.compare = watch
+    trainer.rollout.finish = watch
     trainer.train()
     steps = [record for record in read(tmp_path / "out" / "metrics.jsonl") if "step_time" in record]
     for step, (batch, record) in enumerate(zip(batches, steps, strict=True)):

@@ -265,6 +265,8 @@ def test_no_reward_and_no_callable() -> None:
         Rewards([])
     with pytest.raises(ConfigError, match=r"holds 7 of type int"):
         Rewards([length, 7])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"of type Linear; it takes functions, reward models of transformers"):
+        Rewards([torch.nn.Linear(1, 1)])
 
 
 # From a name on the command line
