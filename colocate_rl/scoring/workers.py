@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -109,7 +110,8 @@ class _Worker:
             status = self._process.poll()
             self.kill()
             how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-            return CallFailure(f"its worker process ended ({how}; 9 is often the kernel's answer to a lack of memory)")
+            perhaps = "; the kernel does that when memory runs out" if status == -signal.SIGKILL else ""
+            return CallFailure(f"its worker process ended ({how}{perhaps})")
 
     def interrupt(self) -> None:
         """Ends the process and whatever it started; a call under way in another thread then has failed."""
@@ -121,6 +123,7 @@ class _Worker:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
         process.kill()
+        process.wait()  # or the next call might still take it for alive
 
     def kill(self) -> None:
         """Ends the process and forgets it; the next call starts another."""
