@@ -10,7 +10,7 @@ from colocate_rl.config import GRPOConfig
 from colocate_rl.rollout.collect import Row
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
-from colocate_rl.rollout.stream import StreamBatches, StreamEvalBlocks, StreamFeed
+from colocate_rl.rollout.unsized import StreamBatches, StreamEvalBlocks, StreamFeed
 
 
 def as_list(rows: list[Any]) -> list[Any]:
@@ -82,6 +82,16 @@ def batch_feed(
         shuffle=args.shuffle_dataset,
         seed=_order_seed(args),
     )
+
+
+def micro_steps_at(args: GRPOConfig, feed: BatchFeed | StreamFeed, global_step: int) -> int:
+    """Micro-batches trained up to an optimizer step; an epoch's last step may have fewer than the others."""
+    accumulation = args.gradient_accumulation_steps
+    if feed.batches_per_epoch is None:
+        return global_step * accumulation
+    per_epoch = feed.batches_per_epoch * args.micro_batches_per_rollout
+    epochs, steps = divmod(global_step, -(-per_epoch // accumulation))
+    return epochs * per_epoch + steps * accumulation
 
 
 def eval_loader(

@@ -227,7 +227,7 @@ class GRPOTrainer(Trainer):
         """This rank's rows of a generation batch to come, or None past the end of the run."""
         args = self.args
         first_micro_step = number * args.micro_batches_per_rollout
-        if first_micro_step >= self._micro_steps_at(self.state.max_steps):
+        if first_micro_step >= loaders.micro_steps_at(args, self._feed, self.state.max_steps):
             return None
         return self._feed.batch(number)
 
@@ -275,7 +275,6 @@ class GRPOTrainer(Trainer):
                 self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
         scored, batch = self.rollout.finish(rated, metrics)
         self._log.note_staleness(rated.answered, step)
-        self._log.note_rewards(step, scored.rows, scored.rewards, trained=True)
         self._note_rollout(scored, batch, rated.answered.stats)
         order = torch.randperm(batch.num_rows).tolist()
         slices = batch.rows(order).split(args.steps_per_generation)
@@ -309,6 +308,7 @@ class GRPOTrainer(Trainer):
         self._tokens_per_slice = loss_tokens / self.collectives.world_size / args.steps_per_generation
         self._log.note_engines(stats)
         self._log.note_completions(scored, self.rollout.codec)
+        self._log.note_rewards(self.state.global_step, scored.rows, scored.rewards, trained=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -442,7 +442,7 @@ class GRPOTrainer(Trainer):
         are trained, so that each prompt is trained as often as in an unbroken run.
         """
         args = self.args
-        self._micro_step = self._micro_steps_at(global_step)
+        self._micro_step = loaders.micro_steps_at(args, self._feed, global_step)
         self._buffer = []
         self._micro_steps_since_update = 0
         self.schedule.forget()
@@ -451,15 +451,6 @@ class GRPOTrainer(Trainer):
             shard = self.placement.shard_of(self.collectives.rank)
             if self.engine is not None and shard is not None and global_step > 0:
                 self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
-
-    def _micro_steps_at(self, global_step: int) -> int:
-        """Micro-batches trained up to an optimizer step; an epoch's last step may have fewer than the others."""
-        accumulation = self.args.gradient_accumulation_steps
-        if self._feed.batches_per_epoch is None:
-            return global_step * accumulation
-        per_epoch = self._feed.batches_per_epoch * self.args.micro_batches_per_rollout
-        epochs, steps = divmod(global_step, -(-per_epoch // accumulation))
-        return epochs * per_epoch + steps * accumulation
 
     def set_epoch(self, epoch: int) -> None:
         """Gives each epoch its own order of prompts, the same one after a resume; a stream does so itself."""

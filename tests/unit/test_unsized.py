@@ -14,7 +14,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.preflight import check_run
 from colocate_rl.rollout.sampler import PROMPT_INDEX
-from colocate_rl.rollout.stream import StreamBatches, StreamEvalBlocks, StreamFeed
+from colocate_rl.rollout.unsized import StreamBatches, StreamEvalBlocks, StreamFeed
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.unit
@@ -139,7 +139,7 @@ def test_preflight_takes_streams_and_says_what_they_lack(
         check(tmp_path, stream, max_steps=-1)
     with pytest.raises(ConfigError, match=r"dynamic_sampling=True .* stream"):
         check(tmp_path, stream, dynamic_sampling=True)
-    with pytest.raises(DataError, match="train_dataset has no column 'prompt'; its columns are question, answer"):
+    with pytest.raises(DataError, match=r"train_dataset has no column 'prompt'; its columns are .*question"):
         check(tmp_path, stream.rename_column("prompt", "question"))
     with pytest.raises(DataError, match=r"eval_dataset\['a'\] has no column 'prompt'"):
         check(tmp_path, stream, {"a": stream.rename_column("prompt", "question")})
