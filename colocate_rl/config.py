@@ -50,6 +50,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         self._check_ranges()
         self._check_unsupported()
         self._resolve_batches()
+        self._check_resampling()
         self._check_staleness()
 
     def _normalise(self) -> None:
@@ -82,6 +83,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
             "old_logprobs": options.OldLogprobs,
             "overlap": options.Overlap,
+            "on_reward_error": options.OnRewardError,
         }
         for name, literal in allowed.items():
             value = getattr(self, name)
@@ -131,6 +133,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 "at least 1 token",
             ),
             ("vllm_max_num_seqs", self.vllm_max_num_seqs is None or self.vllm_max_num_seqs > 0, "at least 1"),
+            ("reward_num_workers", self.reward_num_workers >= 0, "at least 0 (0: in the training process)"),
+            ("reward_timeout_s", self.reward_timeout_s is None or self.reward_timeout_s > 0, "above 0 seconds"),
+            ("max_resample_tries", self.max_resample_tries >= 1, "at least 1"),
         ):
             if not valid:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
@@ -213,6 +218,13 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 "log-probabilities are computed in. Remove it; they are computed without full logits anyway."
             )
         self.liger_kernel_config = {**kernels, "fused_linear_cross_entropy": False}
+
+    def _check_resampling(self) -> None:
+        if self.dynamic_sampling and self.overlap != "none":
+            raise ConfigError(
+                f"dynamic_sampling=True asks the engines again before a batch is trained, but overlap={self.overlap!r} "
+                "has them busy with the batches to come. Use overlap='none'."
+            )
 
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""

@@ -54,13 +54,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--dataset_config", metavar="NAME", help="Configuration of a hub data set.")
     add("--dataset_train_split", metavar="NAME", default="train", help="Split to train on (default: train).")
+    add(
+        "--dataset_streaming",
+        action="store_true",
+        help="Read the training set while training, instead of all of it before; needs --max_steps.",
+    )
     add("--eval_dataset", metavar="NAME", help="Like --dataset, to evaluate on.")
     add("--dataset_test_split", metavar="NAME", default="test", help="Split to evaluate on (default: test).")
     add(
         "--reward_funcs",
         metavar="PATH",
         nargs="+",
-        help="Reward functions as package.module:function; the working directory is searched.",
+        help="Reward functions: package.module:function (the working directory is searched), or one of "
+        "colocate_rl.rewards, such as accuracy_reward or 'get_soft_overlong_punishment(max_completion_len=512, "
+        "soft_punish_cache=64)'.",
+    )
+    add(
+        "--reward_model",
+        "--reward_model_name_or_path",
+        metavar="NAME",
+        help="Folder or hub name of a reward model (a sequence classifier with one label), beside or instead of "
+        "functions.",
     )
     add("--dtype", metavar="TYPE", help="Number type of the policy's weights (default: float32).")
     add("--attn_implementation", metavar="NAME", help="Attention implementation of the policy.")
@@ -142,10 +156,14 @@ def _shown_by_one_rank(error: ColocateError) -> bool:
 
 
 def _check_cheaply(script: argparse.Namespace) -> None:
-    for name in ("model", "dataset", "reward_funcs"):
+    for name in ("model", "dataset"):
         if not getattr(script, name):
             raise ConfigError(f"--{name.replace('_', '-')} is missing. See --help for all of them.")
+    if not (script.reward_funcs or script.reward_model):
+        raise ConfigError("--reward-funcs is missing, and so is --reward-model. See --help for all of them.")
     _check_local(script.model, "Model folder", "--model")
+    if script.reward_model:
+        _check_local(script.reward_model, "Reward model folder", "--reward-model")
     for flag in ("dataset", "eval_dataset"):
         if getattr(script, flag):
             _check_local(getattr(script, flag), "Data set", "--" + flag.replace("_", "-"))
@@ -164,9 +182,10 @@ def _check_local(name: str, what: str, flag: str) -> None:
 
 
 def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
-    from colocate_rl.rollout.rewards import resolve_reward
+    from colocate_rl.scoring.names import resolve_reward
 
-    rewards = [resolve_reward(path) for path in script.reward_funcs]
+    rewards: list[Any] = [script.reward_model] if script.reward_model else []
+    rewards += [resolve_reward(path) for path in script.reward_funcs or ()]
     args = _parse_config(script, rest)
     from transformers import PrinterCallback
 
@@ -182,7 +201,9 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
             f"--resume-from-checkpoint {resume!r} is no folder. Name a checkpoint, or 'true' for the last one."
         )
     with Collectives(args.device).failing_together("reading the data sets"):
-        train = load_rows(script.dataset, script.dataset_train_split, script.dataset_config)
+        train = load_rows(
+            script.dataset, script.dataset_train_split, script.dataset_config, streaming=script.dataset_streaming
+        )
         evaluation = None
         if script.eval_dataset:
             evaluation = load_rows(script.eval_dataset, script.dataset_test_split, script.dataset_config)

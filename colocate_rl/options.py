@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
+OnRewardError = Literal["raise", "none"]
 ScaleRewards = Literal["group", "batch", "none"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -186,6 +187,29 @@ class GRPOOptions:
         "Several reward functions: sum_then_normalize, or normalize_then_sum (GDPO), where each is scaled within its "
         "group before they are summed and scale_rewards is not read.",
     )
+    reward_num_workers: int = _setting(
+        0,
+        "Processes per rank that reward functions run in, one call per prompt (coroutine functions and reward models "
+        "stay in the rank). Functions must be picklable and are copied into each process. 0: in the rank itself.",
+    )
+    reward_timeout_s: float | None = _setting(
+        None,
+        "Most seconds for one call of a reward function, which is ended then: the completions of one prompt for a "
+        "function in a worker, all of the rank's for a coroutine function. None: no limit.",
+    )
+    on_reward_error: str = _setting(
+        "raise",
+        "What an error, a time limit or a lost worker in a reward function costs. raise: the run. none: the "
+        "completions concerned get no reward (None) from that function, with one warning per rollout; their share is "
+        "logged as reward_errors/<name>.",
+    )
+    dynamic_sampling: bool = _setting(
+        False,
+        "Replace groups whose rewards are all equal, which teach nothing, by completions of other prompts (DAPO).",
+    )
+    max_resample_tries: int = _setting(
+        3, "dynamic_sampling: most times per generation batch that groups are replaced; the last ones are kept."
+    )
     mask_truncated_completions: bool = _setting(False, "Leave completions that hit a length limit out of the loss.")
     use_bias_correction_kl: bool = _setting(True, "Multiply the KL term by the probability ratio.")
     sync_ref_model: bool = _setting(
@@ -271,6 +295,11 @@ class GRPOOptions:
     )
     num_completions_to_print: int | None = _setting(None, "Rows of that table (random sample). None: all; 0: none.")
     log_unique_prompts: bool = _setting(False, "Keep only the first completion of each prompt in that table.")
+    log_reward_trace: bool = _setting(
+        False,
+        "Append each prompt's rewards, by function and completion, to rewards.jsonl in the output folder, to follow a "
+        "prompt over epochs. The file is begun anew at 256 MiB; the one before is kept.",
+    )
     learning_rate: float = _setting(1e-6, "Initial learning rate of AdamW.")
     logging_steps: float = _setting(10, "Optimizer steps between two logs (a share of all steps when below 1).")
     gradient_checkpointing: bool | None = _setting(

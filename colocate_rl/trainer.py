@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
-from colocate_rl.rollout.rewards import RewardFunction
+from colocate_rl.rollout.resample import Resampler
+from colocate_rl.rollout.rewards import Reward
+from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.runlog import RunLog
 from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
 from colocate_rl.sync import WeightSync
@@ -46,14 +50,16 @@ class GRPOTrainer(Trainer):
     Args:
         model: folder or hub name of a causal language model (loaded in float32 unless ``model_init_kwargs`` says
             otherwise), or the model itself.
-        reward_funcs: one callable or several; called with keywords ``prompts``, ``completions``, ``completion_ids``,
-            every further column, ``trainer_state``, ``log_extra``, ``log_metric``; each returns one float or None per
-            completion.
+        reward_funcs: one source of rewards or several. Functions and coroutine functions are called with keywords
+            ``prompts``, ``completions``, ``completion_ids``, every further column, ``trainer_state``, ``log_extra``,
+            ``log_metric``; each returns one float or None per completion. Reward models (sequence classifiers with one
+            label), or their folder or hub name, read prompt and completion.
         args: the configuration; None: ``GRPOConfig("<model name>-GRPO")``.
-        train_dataset: with a ``prompt`` column of strings or of message lists.
+        train_dataset: with a ``prompt`` column of strings or of message lists; a streaming one needs ``max_steps``.
         eval_dataset: the same, or several by name.
         processing_class: the tokenizer; None: the model's own.
-        reward_processing_classes: not supported yet.
+        reward_processing_classes: tokenizers of the reward models, one entry per source (None for functions); None:
+            their own.
         callbacks: as in ``Trainer``.
         optimizers: as in ``Trainer``.
         quantization_config: not supported yet.
@@ -69,12 +75,12 @@ class GRPOTrainer(Trainer):
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
-        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        reward_funcs: Reward | list[Reward] | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: datasets.Dataset | None = None,
+        train_dataset: datasets.Dataset | datasets.IterableDataset | None = None,
         eval_dataset: preflight.EvalSets | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: Any = None,
+        reward_processing_classes: preflight.RewardTokenizers = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: Any = None,
@@ -89,7 +95,6 @@ class GRPOTrainer(Trainer):
         name = model if isinstance(model, str) else model.config._name_or_path
         args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
         _refuse(
-            reward_processing_classes=reward_processing_classes,
             quantization_config=quantization_config,
             peft_config=peft_config,
             tools=tools,
@@ -104,6 +109,7 @@ class GRPOTrainer(Trainer):
                 model=model,
                 tokenizer=processing_class,
                 reward_funcs=reward_funcs,
+                reward_processing_classes=reward_processing_classes,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
             )
@@ -114,6 +120,9 @@ class GRPOTrainer(Trainer):
         set_seed(args.seed)
         with self.collectives.failing_together("loading the model"):
             policy, self.ref_model = _load_models(model, args)
+        with self.collectives.failing_together("preparing rewards"):
+            checked.rewards.prepare(args.device)
+        self.reward_processing_classes = checked.rewards.processing_classes
         longest = int(self.collectives.max(torch.tensor([checked.longest_prompt])))
         settings.decide_checkpointing(args, policy, self.placement, longest)
         self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
@@ -148,6 +157,7 @@ class GRPOTrainer(Trainer):
         self._buffer: list[RolloutBatch] = []
         self._evaluated = False
         self._logs_together = False
+        self._train_sampler: RepeatSampler | None = None
         self._micro_step = 0
         self._micro_steps_since_update = 0
         self._tokens_per_slice = 1.0
@@ -185,6 +195,9 @@ class GRPOTrainer(Trainer):
             gap_limit=settings.logprob_gap_limit(args, dtype),
         )
         clock, seed = self._log.clock, self._rollout_seed
+        self._resampler = None
+        if args.dynamic_sampling:
+            self._resampler = Resampler(self.collectives, self.reward_weights, args.max_resample_tries)
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
         if args.overlap == "one_step":
             self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
@@ -197,9 +210,11 @@ class GRPOTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Yields this rank's rows of one generation batch, as often as the batch is used."""
-        assert isinstance(self.train_dataset, datasets.Dataset)
-        loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
+        assert isinstance(self.train_dataset, datasets.Dataset | datasets.IterableDataset)
         self._feed = loaders.batch_feed(self.args, self.train_dataset, self.collectives)
+        if isinstance(self.train_dataset, datasets.IterableDataset):
+            return loaders.stream_loader(self.args, self.train_dataset, self.collectives)
+        loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
         prepared: DataLoader[Row] = self.accelerator.prepare(loader)
         return prepared
 
@@ -207,7 +222,7 @@ class GRPOTrainer(Trainer):
         """This rank's rows of a generation batch to come, or None past the end of the run."""
         args = self.args
         first_micro_step = number * args.micro_batches_per_rollout
-        if first_micro_step >= self._micro_steps_in_run():
+        if first_micro_step >= loaders.micro_steps_at(args, self._feed, self.state.max_steps):
             return None
         return self._feed.batch(number)
 
@@ -241,10 +256,21 @@ class GRPOTrainer(Trainer):
         args = self.args
         assert args.steps_per_generation is not None
         number = self._micro_step // args.micro_batches_per_rollout
-        answered = self.schedule.next(number, rows, self.state.global_step)
-        scored, batch = self.rollout.score(answered, self._log.metrics, trainer_state=self.state)
-        self._log.note_staleness(answered, self.state.global_step)
-        self._note_rollout(scored, batch, answered.stats)
+        step, metrics = self.state.global_step, self._log.metrics
+        answered = self.schedule.next(number, rows, step)
+        rated = self.rollout.rate(answered, metrics, trainer_state=self.state)
+        if self._resampler is not None:
+            assert isinstance(self._feed, BatchFeed)
+            seed = self._rollout_seed(number)
+            ask = partial(
+                self.rollout.sample, metrics=metrics, trainer_state=self.state, seed=seed, policy_version=step
+            )
+            rated, dropped = self._resampler.refill(rated, self._feed.spares(number), ask, metrics)
+            for part in dropped:
+                self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
+        scored, batch = self.rollout.finish(rated, metrics)
+        self._log.note_staleness(rated.answered, step)
+        self._note_rollout(scored, batch, rated.answered.stats)
         slices = batch.rows(self._order_of_rows(batch.num_rows)).split(args.steps_per_generation)
         return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
 
@@ -283,6 +309,7 @@ class GRPOTrainer(Trainer):
         self._tokens_per_slice = loss_tokens / self.collectives.world_size / args.steps_per_generation
         self._log.note_engines(stats)
         self._log.note_completions(scored, self.rollout.codec)
+        self._log.note_rewards(self.state.global_step, scored.rows, scored.rewards, trained=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -426,8 +453,7 @@ class GRPOTrainer(Trainer):
         are trained, so that each prompt is trained as often as in an unbroken run.
         """
         args = self.args
-        epoch, step = divmod(global_step, self._steps_per_epoch())
-        self._micro_step = epoch * self._micro_steps_per_epoch() + step * args.gradient_accumulation_steps
+        self._micro_step = loaders.micro_steps_at(args, self._feed, global_step)
         self._buffer = []
         self._micro_steps_since_update = 0
         self.schedule.forget()
@@ -437,23 +463,14 @@ class GRPOTrainer(Trainer):
             if self.engine is not None and shard is not None and global_step > 0:
                 self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
 
-    def _micro_steps_per_epoch(self) -> int:
-        return self._feed.batches_per_epoch * self.args.micro_batches_per_rollout
-
-    def _steps_per_epoch(self) -> int:
-        return -(-self._micro_steps_per_epoch() // self.args.gradient_accumulation_steps)
-
-    def _micro_steps_in_run(self) -> int:
-        """Micro-batches up to ``state.max_steps``; an epoch's last step may have fewer than the others."""
-        epochs, steps = divmod(self.state.max_steps, self._steps_per_epoch())
-        return epochs * self._micro_steps_per_epoch() + steps * self.args.gradient_accumulation_steps
-
     def set_epoch(self, epoch: int) -> None:
-        """Gives each epoch its own order of prompts, the same one after a resume."""
-        self._train_sampler.set_epoch(epoch)
+        """Gives each epoch its own order of prompts, the same one after a resume; a stream does so itself."""
+        if self._train_sampler is not None:
+            self._train_sampler.set_epoch(epoch)
 
     def close(self) -> None:
-        """Frees the engine of this rank; the trained model stays usable."""
+        """Frees the engine and the reward workers of this rank; the trained model stays usable."""
+        self.rollout.rewards.close()
         if self.engine is not None:
             self.engine.close()
 

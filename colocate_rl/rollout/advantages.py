@@ -6,6 +6,8 @@ import torch
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation that divides advantages, as in TRL."""
+NO_SPREAD = 1e-8
+"""A group whose rewards have a smaller standard deviation has nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.advantages import ScoredGroups, score_groups
+from colocate_rl.rollout.advantages import NO_SPREAD, ScoredGroups, score_groups
 from colocate_rl.rollout.generate import Generator, Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
@@ -68,6 +68,19 @@ class Answered:
     stats: list[EngineStats]
 
 
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """Answered rows with their rewards, not compared with each other yet; one entry per row in each list."""
+
+    answered: Answered
+    texts: list[Any]
+    """What reward functions saw: strings, or lists of messages."""
+    rewards: torch.Tensor
+    """float32 [n, F], NaN for None."""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns that reward functions added with ``log_extra``."""
+
+
 class Rollout:
     """Collects rollouts for this rank; all ranks call :meth:`collect` together.
 
@@ -120,20 +133,49 @@ class Rollout:
         completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
         return Answered(begun.rows, prompt_ids, completions, stats)
 
-    def score(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> tuple[Scored, RolloutBatch]:
-        """Scores the completions, each against the others of its group.
+    def rate(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> Rated:
+        """Asks the reward functions about this rank's completions.
 
         Args:
             answered: by the engines.
-            metrics: receives the figures of the rollout.
+            metrics: receives what reward functions log.
             trainer_state: handed to the reward functions.
+        """
+        rows, completions = answered.rows, answered.completions
+        extras: dict[str, list[Any]] = {}
+        with self._clock.phase("score"), self._collectives.failing_together("scoring completions"):
+            texts = [
+                self.codec.decode(row["prompt"], completion.token_ids)
+                for row, completion in zip(rows, completions, strict=True)
+            ]
+            rewards = self.rewards.score(
+                [row["prompt"] for row in rows],
+                texts,
+                [list(completion.token_ids) for completion in completions],
+                self._columns(rows),
+                groups=[row[PROMPT_INDEX] for row in rows],
+                trainer_state=trainer_state,
+                log_extra=_extra_logger(extras, len(rows)),
+                log_metric=_metric_logger(metrics),
+            )
+        return Rated(answered, texts, rewards, extras)
+
+    def finish(self, rated: Rated, metrics: MetricBuffer) -> tuple[Scored, RolloutBatch]:
+        """Compares completions, each with the others of its group; every rank must call it.
+
+        Args:
+            rated: this rank's rows.
+            metrics: receives the figures of the rollout.
 
         Returns:
             The scored rows, and the padded batch (on the CPU, rows in order).
         """
-        completions = answered.completions
+        answered, completions = rated.answered, rated.answered.completions
         with self._clock.phase("score"):
-            scored = self._score(answered.rows, answered.prompt_ids, completions, metrics, trainer_state)
+            advantages = self._compare(answered.rows, answered.prompt_ids, completions, rated.rewards, metrics)
+        scored = Scored(
+            answered.rows, answered.prompt_ids, completions, rated.texts, rated.rewards, advantages, rated.extras
+        )
         batch = RolloutBatch.from_rows(
             answered.prompt_ids,
             completions,
@@ -152,10 +194,23 @@ class Rollout:
         seed: int | None,
         policy_version: int = 0,
     ) -> tuple[Scored, RolloutBatch, list[EngineStats]]:
-        """:meth:`begin`, :meth:`wait` and :meth:`score` in one call."""
+        """:meth:`sample` and :meth:`finish` in one call."""
+        rated = self.sample(rows, metrics, trainer_state=trainer_state, seed=seed, policy_version=policy_version)
+        scored, batch = self.finish(rated, metrics)
+        return scored, batch, rated.answered.stats
+
+    def sample(
+        self,
+        rows: Sequence[Row],
+        metrics: MetricBuffer,
+        *,
+        trainer_state: Any,
+        seed: int | None,
+        policy_version: int = 0,
+    ) -> Rated:
+        """:meth:`begin`, :meth:`wait` and :meth:`rate` in one call."""
         answered = self.wait(self.begin(rows, policy_version=policy_version, seed=seed))
-        scored, batch = self.score(answered, metrics, trainer_state=trainer_state)
-        return scored, batch, answered.stats
+        return self.rate(answered, metrics, trainer_state=trainer_state)
 
     def _encode(self, rows: Sequence[Row]) -> list[Prompt]:
         """This rank's distinct prompts, each tokenised once."""
@@ -166,32 +221,6 @@ class Rollout:
             copies[index] = copies.get(index, 0) + 1
             first.setdefault(index, row)
         return [Prompt(index, self.codec.encode(first[index]["prompt"]), count) for index, count in copies.items()]
-
-    def _score(
-        self,
-        rows: list[Row],
-        prompt_ids: list[tuple[int, ...]],
-        completions: list[Completion],
-        metrics: MetricBuffer,
-        trainer_state: Any,
-    ) -> Scored:
-        extras: dict[str, list[Any]] = {}
-        with self._collectives.failing_together("scoring completions"):
-            texts = [
-                self.codec.decode(row["prompt"], completion.token_ids)
-                for row, completion in zip(rows, completions, strict=True)
-            ]
-            rewards = self.rewards.score(
-                [row["prompt"] for row in rows],
-                texts,
-                [list(completion.token_ids) for completion in completions],
-                self._columns(rows),
-                trainer_state=trainer_state,
-                log_extra=_extra_logger(extras, len(rows)),
-                log_metric=_metric_logger(metrics),
-            )
-        advantages = self._compare(rows, prompt_ids, completions, rewards, metrics)
-        return Scored(rows, prompt_ids, completions, texts, rewards, advantages, extras)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         if not self.settings.pass_columns or not rows:
@@ -246,7 +275,7 @@ def group_positions(indices: Sequence[int]) -> torch.Tensor:
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
     r"staleness|policy_loss|entropy_coef|aux_loss|cispo_clip_ratio)$|"
-    r"(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling|vespo)/|eval_"
+    r"(completions|prompts|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|vespo)/|eval_"
 )
 """Names of the trainer's own figures."""
 
@@ -293,4 +322,4 @@ def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Ten
     totals = groups.rewards[~groups.rewards.isnan()]
     metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan), weight)
     metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0), weight)
-    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean(), weight)
+    metrics.mean("frac_reward_zero_std", (groups.group_std < NO_SPREAD).double().mean(), weight)

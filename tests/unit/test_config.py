@@ -195,6 +195,10 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"steps_per_generation": 0}, ["steps_per_generation is 0"]),
     ({"num_iterations": 0}, ["num_iterations is 0"]),
+    ({"reward_num_workers": -1}, ["reward_num_workers is -1", "at least 0"]),
+    ({"reward_timeout_s": 0.0}, ["reward_timeout_s is 0.0", "above 0 seconds"]),
+    ({"max_resample_tries": 0}, ["max_resample_tries is 0", "at least 1"]),
+    ({"dynamic_sampling": True, "overlap": "one_step"}, ["dynamic_sampling=True", "overlap='one_step'"]),
     ({"max_completion_length": 0}, ["max_completion_length is 0"]),
     (
         {"max_completion_length": 64, "vllm_max_model_length": 64},
@@ -242,6 +246,7 @@ def test_refusals_name_the_setting_and_the_numbers(tmp_path: Path, given: dict[s
         ("multi_objective_aggregation", options.MultiObjectiveAggregation),
         ("vllm_importance_sampling_mode", options.SamplingCorrectionMode),
         ("old_logprobs", options.OldLogprobs),
+        ("on_reward_error", options.OnRewardError),
     ],
 )
 def test_unknown_choices_list_the_known_ones(tmp_path: Path, name: str, literal: Any) -> None:
@@ -378,6 +383,11 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "use_liger_loss": (["True"], True),
     "scale_rewards": (["False"], "none"),
     "reward_weights": (["0.5", "2.0"], [0.5, 2.0]),
+    "reward_num_workers": (["3"], 3),
+    "reward_timeout_s": (["2.5"], 2.5),
+    "on_reward_error": (["none"], "none"),
+    "dynamic_sampling": (["True"], True),
+    "max_resample_tries": (["5"], 5),
     "mask_truncated_completions": (["True"], True),
     "use_bias_correction_kl": (["False"], False),
     "old_logprobs": (["sampling"], "sampling"),
@@ -392,6 +402,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "log_completions": (["True"], True),
     "num_completions_to_print": (["0"], 0),
     "log_unique_prompts": (["True"], True),
+    "log_reward_trace": (["True"], True),
     "learning_rate": (["1e-5"], 1e-5),
     "logging_steps": (["1"], 1),
     "gradient_checkpointing": (["True"], True),
