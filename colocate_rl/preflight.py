@@ -49,8 +49,7 @@ def check_run(
     Raises:
         ColocateError: the first problem found.
     """
-    vllm_version()
-    placement = engines.plan_placement(args, collectives.world_size, engines.num_nodes())
+    placement = _placement(args, collectives.world_size)
     functions = [] if reward_funcs is None else reward_funcs
     single = callable(functions) or isinstance(functions, str)
     rewards = Rewards([functions] if single else list(functions), args.reward_weights)  # type: ignore[list-item,arg-type]
@@ -95,6 +94,12 @@ def check_run(
     for name, rows in eval_sets(eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
     return Checked(placement, rewards, config, tokenizer, window, longest)
+
+
+def _placement(args: GRPOConfig, num_ranks: int) -> Placement:
+    if args.use_vllm:
+        vllm_version()
+    return engines.plan_placement(args, num_ranks, engines.num_nodes())
 
 
 def eval_sets(eval_dataset: EvalSets | None) -> dict[str, datasets.Dataset]:

@@ -161,9 +161,13 @@ class GRPOTrainer(Trainer):
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         window = policies.context_window(policy.config, args.vllm_max_model_length)
-        self.engine = engines.build_engine(
-            args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt
-        )
+        if args.use_vllm:
+            self.engine = engines.build_engine(
+                args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt, checked.tokenizer
+            )
+        else:
+            autocast = self.accelerator.autocast
+            self.engine = engines.policy_engine(args, self.placement, self.collectives.rank, policy, autocast, window)
         generator = Generator(
             self.placement,
             self.engine,

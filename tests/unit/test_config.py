@@ -215,7 +215,6 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
         },
         ["'token_truncate'", "both are None", "Set at least one"],
     ),
-    ({"use_vllm": False}, ["use_vllm=False"]),
     ({"vllm_mode": "server"}, ["vllm_mode='server'", "num_vllm_gpus"]),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "per_device_train_batch_size"]),
     ({"vllm_devices": "2;3"}, ["vllm_devices='2;3'", "'2,3'"]),
