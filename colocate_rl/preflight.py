@@ -43,8 +43,11 @@ def check_run(
     reward_funcs: RewardFunction | Sequence[RewardFunction] | None,
     train_dataset: datasets.Dataset | None,
     eval_dataset: EvalSets | None,
+    schemas: Sequence[Mapping[str, Any]] = (),
 ) -> Checked:
     """Checks launch, settings, rewards, data and model configuration; no weights are read.
+
+    ``schemas`` are those of the tools, which are part of every prompt.
 
     Raises:
         ColocateError: the first problem found.
@@ -89,7 +92,7 @@ def check_run(
             f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
     assert not isinstance(args.chat_template_kwargs, str)
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, schemas)
     longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
     for name, rows in eval_sets(eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)

@@ -20,12 +20,13 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from colocate_rl import engines, loaders, preflight, settings
+from colocate_rl import engines, loaders, multiturn, preflight, settings
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.custom import FreeGenerator
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
@@ -59,9 +60,13 @@ class GRPOTrainer(Trainer):
         optimizers: as in ``Trainer``.
         quantization_config: not supported yet.
         peft_config: not supported yet.
-        tools: not supported yet.
-        rollout_func: not supported yet.
-        environment_factory: not supported yet.
+        tools: functions, sync or async, with type hints and Google docstrings, which completions may call; each goes on
+            behind what its tools answered, up to ``max_completion_length`` in all. Prompts must be conversational.
+        rollout_func: called as ``rollout_func(prompts, trainer)`` with this rank's prompts, one per completion, in
+            place of the engines; returns a dictionary of lists with one entry per prompt: ``prompt_ids``,
+            ``completion_ids``, ``logprobs``, optionally ``env_mask`` (0: not sampled, not learned from); any further
+            entry becomes an argument of the reward functions. :meth:`generate` reaches the engines from inside it.
+        environment_factory: not supported; see ``tools`` and ``rollout_func``.
 
     Raises:
         ColocateError: for anything that cannot work, before a model is loaded.
@@ -93,12 +98,10 @@ class GRPOTrainer(Trainer):
             reward_processing_classes=reward_processing_classes,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
         )
         self.collectives = Collectives(args.device)
         with self.collectives.failing_together("checking the run"):
+            longer = multiturn.plan(args, tools, rollout_func, environment_factory)
             checked = preflight.check_run(
                 args,
                 self.collectives,
@@ -107,7 +110,11 @@ class GRPOTrainer(Trainer):
                 reward_funcs=reward_funcs,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
+                schemas=longer.schemas,
             )
+            multiturn.check_template(longer, args, checked.tokenizer, model, checked.config)
+        self.tools = list(tools or [])
+        self.rollout_func = rollout_func
         self.placement = checked.placement
         self.reward_funcs = checked.rewards.functions
         self.reward_func_names = checked.rewards.names
@@ -149,7 +156,7 @@ class GRPOTrainer(Trainer):
         )
         models = [model for model in (policy, self.ref_model) if model is not None]
         self._objective = settings.decide_packing(args, models, with_padding, self.collectives)
-        self._build_engines(checked, longest)
+        self._build_engines(checked, longest, longer)
         self._buffer: list[RolloutBatch] = []
         self._evaluated = False
         self._logs_together = False
@@ -157,7 +164,7 @@ class GRPOTrainer(Trainer):
         self._micro_steps_since_update = 0
         self._tokens_per_slice = 1.0
 
-    def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
+    def _build_engines(self, checked: preflight.Checked, longest_prompt: int, longer: multiturn.Plan) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         window = policies.context_window(policy.config, args.vllm_max_model_length)
@@ -175,14 +182,20 @@ class GRPOTrainer(Trainer):
             lambda length, where: check_prompt_length(length, limit=window, where=where),
         )
         assert not isinstance(args.chat_template_kwargs, str)
-        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs)
+        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs, longer.schemas)
+        chosen = settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids)
+        self._free_generator = FreeGenerator(codec, generator, self.collectives, chosen.sampling)
+        joint = multiturn.Joint(codec, generator, self.collectives, chosen.sampling, self.eos_token_ids, window)
+        vocab_size = policies.vocab_size(policy.config)
         self.rollout = Rollout(
             codec,
             generator,
             checked.rewards,
             self.collectives,
-            settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
+            chosen,
             self._log.clock,
+            further=joint.tool_loop(longer, args),
+            replacement=joint.replacement(longer, self, self._free_generator, vocab_size),
         )
         probe = replace(self._objective, temperature=1.0)
         self.weight_sync = WeightSync(
@@ -311,6 +324,33 @@ class GRPOTrainer(Trainer):
         if batch.old_logprobs is None and self.args.num_iterations > 1:
             self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
         return loss
+
+    # Generation outside the trainer's own rollouts
+
+    def generate(self, prompts: Sequence[Any], num_generations: int = 1, **sampling: Any) -> dict[str, list[Any]]:
+        """Completions of any prompts by the engines, for a ``rollout_func`` or a callback.
+
+        All engines answer all ranks' prompts in one call, so **every rank must call it equally often** and with the
+        same sampling settings, also a rank that has nothing to ask: it passes an empty list. Ranks that call it
+        unevenly are told so. In a loop whose length differs between prompts, go on until no rank has any left
+        (``trainer.collectives.max``).
+
+        Args:
+            prompts: this rank's: texts, lists of messages, or lists of token ids (to go on behind what has been
+                sampled, without tokenising it again).
+            num_generations: completions of each prompt, which stand side by side in the result.
+            sampling: fields of :class:`colocate_rl.engine.protocol.SamplingSpec` to override, such as ``max_tokens``.
+
+        Returns:
+            What a ``rollout_func`` may return: ``prompt_ids``, ``completion_ids`` and ``logprobs``, each with one list
+            per completion.
+        """
+
+        def prepare() -> None:
+            self.schedule.pause()
+            self.weight_sync.sync(self.state.global_step)
+
+        return self._free_generator(prompts, num_generations, sampling, prepare)
 
     # Evaluation
 
