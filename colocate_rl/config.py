@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_liger_kernel_available
 
-from colocate_rl import objective_checks, options
+from colocate_rl import backend, objective_checks, options
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions
 
@@ -46,6 +46,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
         self._normalise()
+        backend.resolve(self)
         self._check_choices()
         self._check_ranges()
         self._check_unsupported()
@@ -84,6 +85,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "old_logprobs": options.OldLogprobs,
             "overlap": options.Overlap,
             "on_reward_error": options.OnRewardError,
+            "vllm_model_impl": options.ModelImplementation,
         }
         for name, literal in allowed.items():
             value = getattr(self, name)
@@ -132,6 +134,11 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch > 0,
                 "at least 1 token",
             ),
+            (
+                "max_tool_calling_iterations",
+                self.max_tool_calling_iterations is None or self.max_tool_calling_iterations > 0,
+                "at least 1",
+            ),
             ("vllm_max_num_seqs", self.vllm_max_num_seqs is None or self.vllm_max_num_seqs > 0, "at least 1"),
             ("reward_num_workers", self.reward_num_workers >= 0, "at least 0 (0: in the training process)"),
             ("reward_timeout_s", self.reward_timeout_s is None or self.reward_timeout_s > 0, "above 0 seconds"),
@@ -141,8 +148,6 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
 
     def _check_unsupported(self) -> None:
-        if not self.use_vllm:
-            raise ConfigError("use_vllm=False is not supported: completions always come from in-process vLLM engines.")
         if self.vllm_mode != "colocate":
             raise ConfigError(
                 f"vllm_mode={self.vllm_mode!r} is not supported: engines live inside the training processes, there is "
@@ -176,7 +181,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         self._check_liger()
         filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
         used = [name for name, off in filters.items() if getattr(self, name) not in (off, 0.0)]
-        if used and self.vllm_importance_sampling_correction:
+        used += [name for name in ("structured_outputs",) if name in backend.sampling_extra(self)]
+        if used and self.use_vllm and self.vllm_importance_sampling_correction:
             logger.warning(
                 "%s: the engine's log-probabilities include this filter, the policy's do not, so the "
                 "importance-sampling "
@@ -187,17 +193,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _check_passed_on(self) -> None:
         """Refuses keys of dictionaries that would contradict a setting without anybody noticing."""
-        assert not isinstance(self.generation_kwargs, str)
         assert not isinstance(self.vllm_engine_kwargs, str)
-        for key in self.generation_kwargs or {}:
-            if key in options.OWN_SAMPLING_KEYS:
-                raise ConfigError(
-                    f"generation_kwargs holds {key!r}, which the loss would not see. Set "
-                    f"{options.OWN_SAMPLING_KEYS[key]} "
-                    "instead."
-                )
-            if key in options.ENGINE_SAMPLING_KEYS:
-                raise ConfigError(f"generation_kwargs holds {key!r}, on which reading completions depends. Remove it.")
         for key in self.vllm_engine_kwargs or {}:
             if key in options.ENGINE_OWNED_ARGUMENTS:
                 raise ConfigError(f"vllm_engine_kwargs holds {key!r}, which is decided by the run itself. Remove it.")

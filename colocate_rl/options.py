@@ -15,6 +15,7 @@ MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
 Overlap = Literal["none", "one_step"]
+ModelImplementation = Literal["vllm", "transformers"]
 
 SUPPORTED_VLLM = ("0.24", "0.33")
 """Half-open range of vLLM versions this package is tested with (both ends)."""
@@ -47,10 +48,10 @@ class GRPOOptions:
     """
 
     # Engines
-    num_vllm_gpus: int = _setting(
-        1,
+    num_vllm_gpus: int | None = _setting(
+        None,
         "K, the number of vLLM engines. Engine e lives inside training rank e (times the tensor-parallel size) and "
-        "runs on the GPUs after the training ranks.",
+        "runs on the GPUs after the training ranks. None: 1, or 0 with use_vllm=False.",
     )
     vllm_devices: list[int] | str | None = _setting(
         None,
@@ -95,6 +96,16 @@ class GRPOOptions:
         "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. "
         "None: 0.01 when both compute in float32, else 0.2. 0 switches the check off.",
     )
+    vllm_model_impl: str = _setting(
+        "vllm",
+        "Whose code of the model the engines run: vllm, or transformers (vLLM's wrapper around the model's own code, "
+        "for architectures that vLLM does not have; each engine then lives in a child process of its rank).",
+    )
+    vllm_structured_outputs_regex: str | None = _setting(
+        None,
+        "Completions match this regular expression (unless max_completion_length cuts them). Wins over "
+        "generation_kwargs['structured_outputs']. The sampling log-probabilities are those of the allowed tokens.",
+    )
     overlap: str = _setting(
         "none",
         "none: ranks wait while engines generate, and the other way round. one_step: engines generate the next batch, "
@@ -106,7 +117,11 @@ class GRPOOptions:
         "one_step: most optimizer steps by which the policy may be ahead of a batch's weights when its training "
         "begins.",
     )
-    use_vllm: bool = _setting(True, "Kept for TRL scripts. Only True works here: generation is always by the engines.")
+    use_vllm: bool | None = _setting(
+        None,
+        "True (None means this too, unlike in TRL): num_vllm_gpus engines generate. False: each rank generates with "
+        "its own policy through transformers, on its own device; slow, a reference and a fallback.",
+    )
     vllm_mode: str = _setting("colocate", "Kept for TRL scripts. Only 'colocate' (in-process engines) exists here.")
 
     # Model and data
@@ -148,8 +163,18 @@ class GRPOOptions:
     min_p: float | None = _setting(None, "Least probability relative to the likeliest token; None is off.")
     repetition_penalty: float = _setting(1.0, "Values above 1.0 make repeated tokens less likely.")
     generation_kwargs: dict[str, Any] | str | None = _setting(
-        None, "Further vLLM SamplingParams keys (JSON on the command line); they win over the settings above."
+        None,
+        "Further vLLM SamplingParams keys (JSON on the command line); they win over the settings above. With "
+        "use_vllm=False: GenerationConfig keys that work through logits, such as suppress_tokens.",
     )
+    cache_implementation: str | None = _setting(
+        None, "use_vllm=False: the kind of key/value cache of transformers' generate. None: the model's own."
+    )
+    max_tool_calling_iterations: int | None = _setting(
+        None, "Most times that a completion may call tools and go on. None: as often as it calls and fits."
+    )
+    use_transformers_continuous_batching: bool = _setting(False, "Kept for TRL scripts; only False works here.")
+    use_transformers_paged: bool = _setting(False, "Kept for TRL scripts; only False works here.")
 
     # Loss
     beta: float = _setting(0.0, "Weight of the KL term. 0: no reference model is loaded.")
@@ -328,10 +353,24 @@ OWN_SAMPLING_KEYS = {
     "seed": "seed with vllm_per_request_seeds",
 }
 """Keys of ``generation_kwargs`` that have a setting of their own, which the loss reads too."""
-ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind")
+ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind", "stop")
 """Keys of ``generation_kwargs`` that decide how completions are read back."""
 ENGINE_OWNED_ARGUMENTS = ("model", "load_format", "logprobs_mode", "skip_tokenizer_init", "device_ids")
 """Arguments of ``vllm.LLM`` that the engine's place in the run depends on."""
+POLICY_SAMPLING_KEYS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_eos_token_id",
+    "ignore_eos",
+    "min_new_tokens",
+    "remove_invalid_values",
+    "sequence_bias",
+    "suppress_tokens",
+)
+"""Keys of ``generation_kwargs`` with ``use_vllm=False``.
+
+They change the next token's distribution, whatever the padding of a row."""
 
 
 def option_fields() -> tuple[Field[Any], ...]:

@@ -44,29 +44,33 @@ class Checked:
     """Tokens of the longest training prompt among this rank's share."""
 
 
-def check_run(
-    args: GRPOConfig,
-    collectives: Collectives,
-    *,
-    model: str | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    reward_funcs: Reward | Sequence[Reward] | None,
-    reward_processing_classes: RewardTokenizers = None,
-    train_dataset: Rows | None,
-    eval_dataset: EvalSets | None,
-) -> Checked:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the trainer was constructed with."""
+
+    model: str | PreTrainedModel
+    train_dataset: Rows | None
+    eval_dataset: EvalSets | None = None
+    reward_funcs: Reward | Sequence[Reward] | None = None
+    reward_processing_classes: RewardTokenizers = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """Of the tools, which are part of every prompt."""
+
+
+def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Checked:
     """Checks launch, settings, rewards, data and model configuration; no weights are read.
 
     Raises:
         ColocateError: the first problem found.
     """
-    vllm_version()
-    placement = engines.plan_placement(args, collectives.world_size, engines.num_nodes())
-    rewards = make_rewards(args, reward_funcs, reward_processing_classes)
+    model, tokenizer, train_dataset = given.model, given.tokenizer, given.train_dataset
+    placement = _placement(args, collectives.world_size)
+    rewards = make_rewards(args, given.reward_funcs, given.reward_processing_classes)
     if train_dataset is None:
         raise DataError("train_dataset is required.")
     _check_train_dataset(args, train_dataset)
-    for name, rows in eval_sets(eval_dataset).items():
+    for name, rows in eval_sets(given.eval_dataset).items():
         check_dataset(name, rows)
     init_kwargs = _init_kwargs(args)
     if isinstance(model, str):
@@ -97,11 +101,17 @@ def check_run(
             f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
     assert not isinstance(args.chat_template_kwargs, str)
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, given.schemas)
     longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
-    for name, rows in eval_sets(eval_dataset).items():
+    for name, rows in eval_sets(given.eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
     return Checked(placement, rewards, config, tokenizer, window, longest)
+
+
+def _placement(args: GRPOConfig, num_ranks: int) -> Placement:
+    if args.use_vllm:
+        vllm_version()
+    return engines.plan_placement(args, num_ranks, engines.num_nodes())
 
 
 def make_rewards(

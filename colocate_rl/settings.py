@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from colocate_rl import engines
+from colocate_rl import backend, engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
@@ -42,7 +42,7 @@ def loss_settings(args: GRPOConfig) -> LossSettings:
         beta=args.beta,
         use_bias_correction_kl=args.use_bias_correction_kl,
         max_completion_length=args.max_completion_length,
-        correction=args.vllm_importance_sampling_correction and args.old_logprobs == "policy",
+        correction=bool(args.use_vllm) and args.vllm_importance_sampling_correction and args.old_logprobs == "policy",
         correction_mode=args.vllm_importance_sampling_mode,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
@@ -105,7 +105,6 @@ def moving_parts(
 
 def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[int, ...]) -> RolloutSettings:
     """What rollouts read."""
-    assert not isinstance(args.generation_kwargs, str)
     sampling = SamplingSpec(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -114,7 +113,7 @@ def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[i
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         stop_token_ids=end_token_ids,
-        extra=args.generation_kwargs or {},
+        extra=backend.sampling_extra(args),
     )
     return RolloutSettings(
         sampling=sampling,

@@ -21,12 +21,13 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, preflight, settings, speedups
+from colocate_rl import engines, loaders, multiturn, preflight, settings, speedups
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.custom import FreeGenerator
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
@@ -37,6 +38,7 @@ from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.runlog import RunLog
 from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
 from colocate_rl.sync import WeightSync
+from colocate_rl.training import compiling
 from colocate_rl.training import policy as policies
 
 logger = logging.getLogger(__name__)
@@ -64,9 +66,14 @@ class GRPOTrainer(Trainer):
         optimizers: as in ``Trainer``.
         quantization_config: not supported yet.
         peft_config: not supported yet.
-        tools: not supported yet.
-        rollout_func: not supported yet.
-        environment_factory: not supported yet.
+        tools: functions, sync or async, with type hints and Google docstrings, which completions may call; each goes on
+            behind what its tools answered, up to ``max_completion_length`` in all. Prompts must be conversational.
+        rollout_func: called as ``rollout_func(prompts, trainer)`` in place of the engines, with this rank's prompts
+            (one per completion; in an evaluation perhaps none); returns a dictionary of lists with one entry each:
+            ``prompt_ids``, ``completion_ids``, ``logprobs``, optionally ``env_mask`` (0: not sampled, not learned
+            from); any further entry becomes an argument of the reward functions. :meth:`generate` reaches the engines
+            from inside it.
+        environment_factory: not supported; see ``tools`` and ``rollout_func``.
 
     Raises:
         ColocateError: for anything that cannot work, before a model is loaded.
@@ -97,26 +104,30 @@ class GRPOTrainer(Trainer):
         _refuse(
             quantization_config=quantization_config,
             peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
         )
         self.collectives = Collectives(args.device)
         with self.collectives.failing_together("checking the run"):
-            checked = preflight.check_run(
-                args,
-                self.collectives,
-                model=model,
-                tokenizer=processing_class,
-                reward_funcs=reward_funcs,
-                reward_processing_classes=reward_processing_classes,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+            longer = multiturn.plan(args, tools, rollout_func, environment_factory)
+            given = preflight.Given(
+                model,
+                train_dataset,
+                eval_dataset,
+                reward_funcs,
+                reward_processing_classes,
+                processing_class,
+                longer.schemas,
             )
+            checked = preflight.check_run(args, self.collectives, given)
+            multiturn.check_template(longer, args, checked.tokenizer, model, checked.config)
+        self.tools = list(tools or [])
+        self.rollout_func = rollout_func
         self.placement = checked.placement
-        self.reward_funcs = checked.rewards.functions
-        self.reward_func_names = checked.rewards.names
-        self.reward_weights = checked.rewards.weights
+        rewards = checked.rewards
+        self.reward_funcs, self.reward_func_names, self.reward_weights = (
+            rewards.functions,
+            rewards.names,
+            rewards.weights,
+        )
         set_seed(args.seed)
         with self.collectives.failing_together("loading the model"):
             policy, self.ref_model = _load_models(model, args)
@@ -146,29 +157,31 @@ class GRPOTrainer(Trainer):
             nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
         clock = PhaseClock(_synchronizer(args.device))
-        names = checked.rewards.names
-        self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
+        self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         models = [model for model in (policy, self.ref_model) if model is not None]
         objective = speedups.decide_packing(args, models, with_padding, self.collectives)
         self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
-        self._build_engines(checked, longest)
-        self._buffer: list[RolloutBatch] = []
-        self._evaluated = False
-        self._logs_together = False
+        self._build_engines(checked, longest, longer)
         self._train_sampler: RepeatSampler | None = None
-        self._micro_step = 0
-        self._micro_steps_since_update = 0
+        self._evaluated = self._logs_together = False
+        self._buffer: list[RolloutBatch] = []
+        self._micro_step = self._micro_steps_since_update = 0
         self._tokens_per_slice = 1.0
 
-    def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
+    def _build_engines(self, checked: preflight.Checked, longest_prompt: int, longer: multiturn.Plan) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         window = policies.context_window(policy.config, args.vllm_max_model_length)
-        self.engine = engines.build_engine(
-            args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt
-        )
+        if args.use_vllm:
+            self.engine = engines.build_engine(
+                args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt, checked.tokenizer
+            )
+        else:
+            self.engine = engines.policy_engine(
+                args, self.placement, self.collectives.rank, policy, self._generating, window
+            )
         generator = Generator(
             self.placement,
             self.engine,
@@ -176,14 +189,20 @@ class GRPOTrainer(Trainer):
             lambda length, where: check_prompt_length(length, limit=window, where=where),
         )
         assert not isinstance(args.chat_template_kwargs, str)
-        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs)
+        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs, longer.schemas)
+        chosen = settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids)
+        self._free_generator = FreeGenerator(codec, generator, self.collectives, chosen.sampling)
+        joint = multiturn.Joint(codec, generator, self.collectives, chosen.sampling, self.eos_token_ids, window)
+        vocab_size = policies.vocab_size(policy.config)
         self.rollout = Rollout(
             codec,
             generator,
             checked.rewards,
             self.collectives,
-            settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
+            chosen,
             self._log.clock,
+            further=joint.tool_loop(longer, args),
+            replacement=joint.replacement(longer, self, self._free_generator, vocab_size),
         )
         probe = replace(self._objective, temperature=1.0, compiled=False)  # one short pass, not worth compiling for
         self.weight_sync = WeightSync(
@@ -201,6 +220,12 @@ class GRPOTrainer(Trainer):
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
         if args.overlap == "one_step":
             self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        """How the policy runs where it generates itself: a token at a time, which layers are not compiled for."""
+        with compiling.chosen(False), self.accelerator.autocast():
+            yield
 
     def _rollout_seed(self, number: int) -> int | None:
         """Of generation batch ``number``, when completions shall not depend on the number of engines."""
@@ -335,6 +360,33 @@ class GRPOTrainer(Trainer):
         if batch.old_logprobs is None and self.args.num_iterations > 1:
             self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
         return loss
+
+    # Generation outside the trainer's own rollouts
+
+    def generate(self, prompts: Sequence[Any], num_generations: int = 1, **sampling: Any) -> dict[str, list[Any]]:
+        """Completions of any prompts by the engines, for a ``rollout_func`` or a callback.
+
+        All engines answer all ranks' prompts in one call, so **every rank must call it equally often** and with the
+        same sampling settings, also a rank that has nothing to ask: it passes an empty list. Ranks that call it
+        unevenly are told so. In a loop whose length differs between prompts, go on until no rank has any left
+        (``trainer.collectives.max``).
+
+        Args:
+            prompts: this rank's: texts, lists of messages, or lists of token ids (to go on behind what has been
+                sampled, without tokenising it again).
+            num_generations: completions of each prompt, which stand side by side in the result.
+            sampling: fields of :class:`colocate_rl.engine.protocol.SamplingSpec` to override, such as ``max_tokens``.
+
+        Returns:
+            What a ``rollout_func`` may return: ``prompt_ids``, ``completion_ids`` and ``logprobs``, each with one list
+            per completion.
+        """
+
+        def prepare() -> None:
+            self.schedule.pause()
+            self.weight_sync.sync(self.state.global_step)
+
+        return self._free_generator(prompts, num_generations, sampling, prepare)
 
     # Evaluation
 

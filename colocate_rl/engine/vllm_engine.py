@@ -6,7 +6,6 @@ Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM its
 import atexit
 import contextlib
 import gc
-import json
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
 from colocate_rl.engine.lean import LeanGenerator, forget
 from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
@@ -60,6 +60,11 @@ class EngineSpec:
     """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
     each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    model_impl: str = "vllm"
+    """Whose code of the model runs: ``vllm`` or ``transformers``. The latter changes classes of transformers for the
+    whole process, so it belongs into a child process."""
+    tokenizer: Any = None
+    """The policy's tokenizer, where sampling needs one (structured outputs); None: the engine sees ids only."""
     lean: bool = True
     """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
 
@@ -133,12 +138,13 @@ class VllmEngine:
 
     def _build(self) -> None:
         spec = self._spec
-        _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
+        write_model(Path(self._folder.name), spec.model_config, spec.dtype)
         from vllm import LLM
 
         arguments: dict[str, Any] = {
             "model": self._folder.name,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": spec.tokenizer is None,
+            "model_impl": spec.model_impl,
             "load_format": "dummy",
             "generation_config": "vllm",
             "dtype": spec.dtype,
@@ -150,6 +156,8 @@ class VllmEngine:
             "disable_log_stats": True,
             "logprobs_mode": "processed_logprobs",
         }
+        if spec.tokenizer is not None:
+            arguments["tokenizer"] = write_tokenizer(Path(self._folder.name), spec.tokenizer)
         if spec.device is not None:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
@@ -167,6 +175,8 @@ class VllmEngine:
             raise ConfigError(
                 f"vllm_engine_kwargs={dict(spec.extra)}: vLLM takes no such argument ({error})."
             ) from error
+        if spec.tokenizer is not None:
+            check_tokenizer(spec.tokenizer, self._llm.get_tokenizer())
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
@@ -337,19 +347,14 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
     return environment
 
 
-def _write_model_folder(folder: Path, config: Any, dtype: str) -> None:
-    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
-    values = config.to_dict()
-    values["dtype"] = dtype
-    values.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(values, default=str))
-
-
 def _parameters(**values: Any) -> Any:
     """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     try:
+        if isinstance(values.get("structured_outputs"), dict):
+            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
         return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
     except TypeError as error:
         raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error

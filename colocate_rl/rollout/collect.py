@@ -1,5 +1,6 @@
 """One rollout, from rows of the data set to a batch ready for the loss: encode, generate, score, compare."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,17 +56,42 @@ class Begun:
     """Rows whose completions the engines have been asked for."""
 
     rows: list[Row]
-    pending: Pending
+    pending: "Pending | Answered"
+    """Asked for, or answered already (by a function of the user's, which does not return before)."""
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """This rank's rows with their completions; one entry per row in each list but the last."""
+    """This rank's rows with their completions; one entry per row in each list but ``stats``."""
 
     rows: list[Row]
     prompt_ids: list[tuple[int, ...]]
     completions: list[Completion]
     stats: list[EngineStats]
+    texts: list[Any] | None = None
+    """What reward functions see, where it is more than the decoded completions: dialogues."""
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Further arguments of the reward functions."""
+    figures: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Further figures for the log: this rank's numerator and denominator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Rows of this rank that the engines have answered once."""
+
+    answered: Answered
+    copies: list[int]
+    """Of each row: which copy of its prompt it is, counted over all ranks."""
+    policy_version: int
+    seed: int | None
+
+
+Further = Callable[[Asked], Answered]
+"""Takes completions on to their end where one call of the engines is not enough; every rank calls it."""
+Replacement = Callable[[Sequence[Row], int, int | None], Answered]
+"""Answers rows in place of the engines: rows, policy version, seed of the generation batch; every rank calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +117,8 @@ class Rollout:
         collectives: of the training ranks.
         settings: see :class:`RolloutSettings`.
         clock: charges the phases "generate" and "score".
+        further: goes on with completions that call tools; None: none do.
+        replacement: a function of the user's that answers instead of the engines; None: they do.
     """
 
     def __init__(
@@ -101,6 +129,9 @@ class Rollout:
         collectives: Collectives,
         settings: RolloutSettings,
         clock: PhaseClock,
+        *,
+        further: Further | None = None,
+        replacement: Replacement | None = None,
     ) -> None:
         self.codec = codec
         self.rewards = rewards
@@ -108,6 +139,8 @@ class Rollout:
         self._generator = generator
         self._collectives = collectives
         self._clock = clock
+        self._further = further
+        self._replacement = replacement
 
     def begin(self, rows: Sequence[Row], *, policy_version: int, seed: int | None) -> Begun:
         """Asks the engines for one completion per row.
@@ -117,21 +150,31 @@ class Rollout:
             policy_version: of the weights the engines have.
             seed: see :meth:`colocate_rl.rollout.generate.Generator.begin`.
         """
+        if self._replacement is not None:
+            with self._clock.phase("generate"):
+                return Begun(list(rows), self._replacement(rows, policy_version, seed), seed)
         with self._collectives.failing_together("encoding prompts"):
             prompts = self._encode(rows)
         with self._clock.phase("generate"):
             pending = self._generator.begin(prompts, self.settings.sampling, policy_version=policy_version, seed=seed)
-        return Begun(list(rows), pending)
+        return Begun(list(rows), pending, seed)
 
     def wait(self, begun: Begun) -> Answered:
         """Waits until the engines have answered, and only that: an engine is free for other work afterwards."""
+        pending = begun.pending
+        if isinstance(pending, Answered):
+            return pending
         with self._clock.phase("generate"):
-            answers, stats = self._generator.finish(begun.pending)
-        prompts = begun.pending.prompts
-        by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(prompts, answers, strict=True)}
-        prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in begun.rows]
-        completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
-        return Answered(begun.rows, prompt_ids, completions, stats)
+            answers, stats = self._generator.finish(pending)
+            by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(pending.prompts, answers, strict=True)}
+            prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in begun.rows]
+            completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
+            answered = Answered(begun.rows, prompt_ids, completions, stats)
+            if self._further is None:
+                return answered
+            first = {p.index: itertools.count(n) for p, n in zip(pending.prompts, pending.first_copy, strict=True)}
+            copies = [next(first[row[PROMPT_INDEX]]) for row in begun.rows]
+            return self._further(Asked(answered, copies, pending.policy_version, begun.seed))
 
     def rate(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> Rated:
         """Asks the reward functions about this rank's completions.
@@ -143,16 +186,20 @@ class Rollout:
         """
         rows, completions = answered.rows, answered.completions
         extras: dict[str, list[Any]] = {}
+        for name, (numerator, denominator) in answered.figures.items():
+            metrics.share(name, torch.tensor(numerator), torch.tensor(denominator))
         with self._clock.phase("score"), self._collectives.failing_together("scoring completions"):
-            texts = [
-                self.codec.decode(row["prompt"], completion.token_ids)
-                for row, completion in zip(rows, completions, strict=True)
-            ]
+            texts = answered.texts
+            if texts is None:
+                texts = [
+                    self.codec.decode(row["prompt"], completion.token_ids, ids)
+                    for row, ids, completion in zip(rows, answered.prompt_ids, completions, strict=True)
+                ]
             rewards = self.rewards.score(
                 [row["prompt"] for row in rows],
                 texts,
                 [list(completion.token_ids) for completion in completions],
-                self._columns(rows),
+                {**self._columns(rows), **answered.columns},
                 groups=[row[PROMPT_INDEX] for row in rows],
                 trainer_state=trainer_state,
                 log_extra=_extra_logger(extras, len(rows)),
@@ -239,7 +286,7 @@ class Rollout:
         """Advantages of this rank's rows, from all ranks' rewards; and the figures made of them."""
         facts = torch.tensor(
             [
-                [row[PROMPT_INDEX], len(ids), len(completion.token_ids), completion.finish_reason == "stop"]
+                [row[PROMPT_INDEX], len(ids), completion.num_sampled, completion.finish_reason == "stop"]
                 for row, ids, completion in zip(rows, prompt_ids, completions, strict=True)
             ],
             dtype=torch.float64,
@@ -275,7 +322,7 @@ def group_positions(indices: Sequence[int]) -> torch.Tensor:
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
     r"staleness|policy_loss|entropy_coef|aux_loss|cispo_clip_ratio)$|"
-    r"(completions|prompts|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|vespo)/|eval_"
+    r"(completions|prompts|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|tools|vespo)/|eval_"
 )
 """Names of the trainer's own figures."""
 

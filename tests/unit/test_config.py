@@ -220,7 +220,6 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
         },
         ["'token_truncate'", "both are None", "Set at least one"],
     ),
-    ({"use_vllm": False}, ["use_vllm=False"]),
     ({"vllm_mode": "server"}, ["vllm_mode='server'", "num_vllm_gpus"]),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "per_device_train_batch_size"]),
     ({"vllm_devices": "2;3"}, ["vllm_devices='2;3'", "'2,3'"]),
@@ -333,7 +332,13 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_logprob_gap_limit": (["0.5"], 0.5),
     "overlap": (["one_step"], "one_step"),
     "max_staleness": (["2"], 2),
-    "use_vllm": (["True"], True),
+    "use_vllm": (["False"], False),
+    "vllm_model_impl": (["transformers"], "transformers"),
+    "vllm_structured_outputs_regex": (["[0-9]+"], "[0-9]+"),
+    "cache_implementation": (["static", "--use_vllm", "False"], "static"),
+    "max_tool_calling_iterations": (["3"], 3),
+    "use_transformers_continuous_batching": (["False"], False),
+    "use_transformers_paged": (["False"], False),
     "vllm_mode": (["colocate"], "colocate"),
     "model_init_kwargs": (['{"revision": "main"}'], {"revision": "main"}),
     "trust_remote_code": (["True"], True),
@@ -428,7 +433,7 @@ def test_option_from_the_command_line(tmp_path: Path, parser: HfArgumentParser, 
     assert value == expected
     assert type(value) is type(expected) or name == "logging_steps"
     (plain,) = parser.parse_args_into_dataclasses(args=["--output_dir", str(tmp_path)])
-    if name not in ("use_vllm", "vllm_mode"):
+    if name not in ("vllm_mode", "use_transformers_continuous_batching", "use_transformers_paged"):
         assert getattr(plain, name) != expected, "a value that is the default would prove nothing"
 
 

@@ -211,6 +211,16 @@ def test_shared_prompts_under_gradient_checkpointing() -> None:
     assert_same_gradients(gradients(model, statistics(model, batch, packed=True)), expected)
 
 
+def test_equal_to_padded_rows_where_tools_wrote_in_between() -> None:
+    batch = make_batch(*RAGGED)
+    spoken = batch.completion_mask & (torch.arange(batch.input_ids.shape[1]) % 5 < 3)
+    assert bool((spoken != batch.completion_mask).any())
+    holes = replace(batch, completion_mask=spoken, loss_mask=spoken)
+    check_against_padded(make_model(), holes)
+    found = statistics(make_model(), holes, packed=True).logprobs
+    assert torch.equal(found != 0, spoken)
+
+
 def test_no_completion_at_all() -> None:
     """No error and a backward pass that every rank can take part in."""
     model = make_model()

@@ -14,7 +14,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.preflight import check_run
+from colocate_rl.preflight import Given, check_run
 from colocate_rl.rollout.collect import _metric_logger
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.training.policy import disable_dropout, has_dropout
@@ -115,12 +115,14 @@ def check(folder: Path, rows: datasets.Dataset, tokenizer: Any = None, **changes
     check_run(
         args,
         Collectives(args.device),
-        model=str(folder),
-        tokenizer=tokenizer,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=rows,
-        eval_dataset=None,
-        **changes,
+        Given(
+            model=str(folder),
+            tokenizer=tokenizer,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            train_dataset=rows,
+            eval_dataset=None,
+            **changes,
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from colocate_rl import GRPOConfig, loaders
 from colocate_rl.collectives import Collectives
 from colocate_rl.errors import ConfigError, DataError
-from colocate_rl.preflight import check_run
+from colocate_rl.preflight import Given, check_run
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.unsized import StreamBatches, StreamEvalBlocks, StreamFeed
 from tests.tiny import save_tiny
@@ -119,11 +119,13 @@ def check(folder: Path, train: Any, evaluation: Any = None, **changes: Any) -> N
     check_run(
         args,
         Collectives(args.device),
-        model=str(folder),
-        tokenizer=None,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=train,
-        eval_dataset=evaluation,
+        Given(
+            model=str(folder),
+            tokenizer=None,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            train_dataset=train,
+            eval_dataset=evaluation,
+        ),
     )
 
 
