@@ -74,7 +74,7 @@ class LossOutput:
     ratio: torch.Tensor
     """float32 [B, T] or [B, 1]: policy over old."""
     kl: torch.Tensor | None
-    """float32 [B, T]: k3 estimate against the reference."""
+    """float32 [B, T]: k3 estimate against the reference, as it stands in the loss."""
     correction: torch.Tensor | None
     """float32 [B, T] or [B, 1]: weight applied for the engine's other numerics."""
     phi: torch.Tensor | None = None
@@ -117,7 +117,9 @@ def grpo_loss(
     if settings.beta != 0.0:
         assert inputs.ref_logprobs is not None
         kl = kl_k3(inputs.policy_logprobs, inputs.ref_logprobs, mask)
-        losses = losses + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
+        if settings.use_bias_correction_kl:
+            kl = kl * ratio
+        losses = losses + settings.beta * kl
         kl = kl.detach()
     if whole is None:
         whole = SliceSize(mask.shape[0], mask.sum())
