@@ -208,7 +208,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""
-        if self.overlap == "none":
+        if self.overlap == "stream":
+            self._check_stream()
+        if self.overlap != "one_step":
             return
         steps, rest = divmod(self.micro_batches_per_rollout, self.gradient_accumulation_steps)
         steps += 2 if rest else 0  # a batch may begin within a step, and an epoch may end with a short one
@@ -220,6 +222,22 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 f"completions would be up to {steps} versions old; max_staleness={self.max_staleness} refuses "
                 f"that. Raise it, or use each "
                 "generation batch for fewer steps."
+            )
+
+    def _check_stream(self) -> None:
+        """Rows arrive in no known order, so all that arrive must belong to one optimizer step."""
+        if self.steps_per_generation != self.gradient_accumulation_steps:
+            raise ConfigError(
+                f"overlap='stream' trains a generation batch as it comes, in one optimizer step, so "
+                f"steps_per_generation={self.steps_per_generation} must be "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}. Make them equal, or choose another "
+                "overlap."
+            )
+        if self.scale_rewards == "batch":
+            raise ConfigError(
+                "overlap='stream' trains a group while others are generated, but scale_rewards='batch' divides by the "
+                "standard deviation of the whole batch's rewards, which is known only at its end. Use 'group' or "
+                "'none', or another overlap."
             )
 
     def _resolve_batches(self) -> None:

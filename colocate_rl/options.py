@@ -12,7 +12,7 @@ ImportanceSamplingLevel = Literal["token", "sequence"]
 ScaleRewards = Literal["group", "batch", "none"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
-Overlap = Literal["none", "one_step"]
+Overlap = Literal["none", "stream", "one_step"]
 
 SUPPORTED_VLLM = ("0.24", "0.33")
 """Half-open range of vLLM versions this package is tested with (both ends)."""
@@ -72,7 +72,8 @@ class GRPOOptions:
     )
     vllm_max_num_seqs: int | None = _setting(
         None,
-        "Most completions an engine decodes at once. None: an engine's share of the generation batch, at most 1024.",
+        "Most completions an engine decodes at once; the others wait, and go to whichever engine has room first. "
+        "None: an engine's share of the generation batch, at most 1024.",
     )
     vllm_dtype: str | None = _setting(
         None, "Number type of the engine's weights (float32, bfloat16, float16). None: the type the policy computes in."
@@ -95,9 +96,10 @@ class GRPOOptions:
     )
     overlap: str = _setting(
         "none",
-        "none: ranks wait while engines generate, and the other way round. one_step: engines generate the next batch, "
-        "with the weights of before the update, while ranks train on the last one; each engine then lives in a child "
-        "process of its rank.",
+        "none: ranks wait while engines generate, and the other way round. stream: groups that are finished are "
+        "trained while the others are generated; the gradient is that of none. one_step: engines generate the next "
+        "batch, with the weights of before the update, while ranks train on the last one. With both each engine lives "
+        "in a child process of its rank.",
     )
     max_staleness: int = _setting(
         1,

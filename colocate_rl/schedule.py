@@ -1,4 +1,4 @@
-"""When engines generate and when ranks train: one after the other, or one batch ahead."""
+"""When engines generate and when ranks train: one after the other, side by side, or one batch ahead."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -55,6 +55,32 @@ class Synchronous:
 
     def forget(self) -> None:
         """Nothing is ever kept."""
+
+
+class Streamed(Synchronous):
+    """Sync, generate, and train what has finished meanwhile: the engines work in the background.
+
+    :meth:`next` is that of :class:`Synchronous`, for a generation batch that a resumed run finds half used.
+    """
+
+    _begun: Begun | None = None
+
+    def begin(self, number: int, rows: Sequence[Row], policy_version: int) -> Begun:
+        """Has the engines start generation batch ``number``; every rank must call it."""
+        with self._clock.phase("sync"):
+            self._sync.sync(policy_version)
+        self._begun = self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number))
+        return self._begun
+
+    def end(self) -> None:
+        """Says that all of the batch has come."""
+        self._begun = None
+
+    def forget(self) -> None:
+        """Waits for what an interrupted run left under way, and drops it."""
+        if self._begun is not None:
+            self._rollout.wait(self._begun)
+            self._begun = None
 
 
 class OneStepAhead:

@@ -16,7 +16,7 @@ from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
 from colocate_rl.training import attention, packing, selfcheck
 from colocate_rl.training import policy as policies
-from colocate_rl.training.losses import LossSettings
+from colocate_rl.training.losses import DENOMINATORS, LossSettings
 from colocate_rl.training.memory import estimate_step
 from colocate_rl.training.objective import Objective
 
@@ -66,6 +66,7 @@ def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[i
         scale_rewards=str(args.scale_rewards),
         mask_truncated_completions=args.mask_truncated_completions,
         pass_columns=not args.remove_unused_columns,
+        deal_rows=DENOMINATORS[args.loss_type] != "slice tokens",
     )
 
 

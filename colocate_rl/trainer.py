@@ -31,10 +31,12 @@ from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.rewards import RewardFunction
 from colocate_rl.runlog import RunLog
-from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
+from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
+from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
 from colocate_rl.training.objective import Objective
+from colocate_rl.training.passes import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +157,8 @@ class GRPOTrainer(Trainer):
         self._logs_together = False
         self._micro_step = 0
         self._micro_steps_since_update = 0
-        self._tokens_per_slice = 1.0
+        self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
+        self._streamed: StreamedBatch | None = None
 
     def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
@@ -169,6 +172,7 @@ class GRPOTrainer(Trainer):
             self.engine,
             self.collectives,
             lambda length, where: check_prompt_length(length, limit=window, where=where),
+            engines.shared_capacity(args, self.placement),
         )
         assert not isinstance(args.chat_template_kwargs, str)
         codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs)
@@ -191,8 +195,26 @@ class GRPOTrainer(Trainer):
         )
         clock, seed = self._log.clock, self._rollout_seed
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
-        if args.overlap == "one_step":
+        self._streamer: Streamer | None = None
+        if args.overlap == "stream":
+            self.schedule = self._build_streamer()
+        elif args.overlap == "one_step":
             self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
+
+    def _build_streamer(self) -> Streamed:
+        assert self.args.steps_per_generation is not None
+        schedule = Streamed(self.rollout, self.weight_sync, self._log.clock, self._rollout_seed)
+        self._streamer = Streamer(
+            schedule,
+            self.rollout,
+            self._objective,
+            self.ref_model,
+            self.collectives,
+            self._log.metrics,
+            self.args.steps_per_generation,
+            self.args.old_logprobs,
+        )
+        return schedule
 
     def _rollout_seed(self, number: int) -> int | None:
         """Of generation batch ``number``, when completions shall not depend on the number of engines."""
@@ -235,12 +257,39 @@ class GRPOTrainer(Trainer):
         """The micro-batch to train on now; generates when the last generation batch is used up."""
         args = self.args
         assert args.steps_per_generation is not None
-        if self._micro_step % args.micro_batches_per_rollout == 0 or not self._buffer:
+        turn, position = self._micro_step % args.micro_batches_per_rollout, self._micro_step % args.steps_per_generation
+        streams = self._streamer is not None and turn < args.steps_per_generation
+        if not streams and (turn == 0 or not self._buffer):
             self._buffer = self._roll_out(inputs)
-        position = self._micro_step % args.steps_per_generation
         self._micro_step += 1
         self._micro_steps_since_update += 1
-        return position, self._buffer[position].to(args.device)
+        return position, inputs if streams else self._buffer[position].to(args.device)
+
+    def _streamed_loss(self, model: nn.Module, rows: list[Row], position: int) -> torch.Tensor:
+        """Generates and trains on a batch's first turn, takes its last pass on the last; nothing is left between."""
+        args = self.args
+        assert args.steps_per_generation is not None
+        assert self._streamer is not None
+        if position == 0:
+            runner = Runner(
+                model,
+                self.accelerator.unwrap_model(model),
+                args.device,
+                lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
+                lambda: self.accelerator.no_sync(model),
+            )
+            number = (self._micro_step - 1) // args.micro_batches_per_rollout
+            self._streamed = self._streamer.train(number, rows, self.state, runner, self._tokens_per_slice)
+        if position + 1 < args.steps_per_generation:
+            return torch.zeros((), device=args.device, requires_grad=True)
+        assert self._streamed is not None
+        streamed, self._streamed = self._streamed, None
+        self._log.note_staleness(streamed.answered, self.state.global_step)
+        self._note_rollout(streamed.scored, streamed.passes.counts, streamed.answered.stats)
+        loss = streamed.passes.finish(self._tokens_per_slice)
+        if args.num_iterations > 1:
+            self._buffer = streamed.passes.slices()
+        return loss
 
     def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
         args = self.args
@@ -249,7 +298,8 @@ class GRPOTrainer(Trainer):
         answered = self.schedule.next(number, rows, self.state.global_step)
         scored, batch = self.rollout.score(answered, self._log.metrics, trainer_state=self.state)
         self._log.note_staleness(answered, self.state.global_step)
-        self._note_rollout(scored, batch, answered.stats)
+        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
+        self._note_rollout(scored, counts, answered.stats)
         order = torch.randperm(batch.num_rows).tolist()
         slices = batch.rows(order).split(args.steps_per_generation)
         return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
@@ -272,10 +322,10 @@ class GRPOTrainer(Trainer):
             ref = self._objective.logprobs(self.ref_model, batch).cpu()
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
 
-    def _note_rollout(self, scored: Scored, batch: RolloutBatch, stats: Sequence[EngineStats]) -> None:
+    def _note_rollout(self, scored: Scored, counts: torch.Tensor, stats: Sequence[EngineStats]) -> None:
+        """Logs a generation batch, of which this rank trains ``counts``: int64 [2], tokens and tokens in the loss."""
         args = self.args
         assert args.steps_per_generation is not None
-        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         tokens, loss_tokens = self.collectives.sum(counts).tolist()
         self.state.num_input_tokens_seen += tokens
         self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
@@ -296,6 +346,8 @@ class GRPOTrainer(Trainer):
         if return_outputs:
             raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
         position, batch = inputs
+        if isinstance(batch, list):
+            return self._streamed_loss(model, batch, position)
         policy = self.accelerator.unwrap_model(model)
 
         @contextlib.contextmanager
@@ -418,6 +470,7 @@ class GRPOTrainer(Trainer):
         epoch, step = divmod(global_step, self._steps_per_epoch())
         self._micro_step = epoch * self._micro_steps_per_epoch() + step * args.gradient_accumulation_steps
         self._buffer = []
+        self._streamed = None
         self._micro_steps_since_update = 0
         self.schedule.forget()
         self.weight_sync.invalidate()

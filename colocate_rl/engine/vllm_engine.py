@@ -5,6 +5,7 @@ Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM its
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 
-from colocate_rl.engine.lean import LeanGenerator, forget
-from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
+from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
+from colocate_rl.engine.protocol import Completion, Deliver, Request, SamplingSpec, Work
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
@@ -190,27 +191,45 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
+        answers: dict[int, list[Completion]] = {}
+        self.work_off(Work.of(requests), sampling, answers.__setitem__)
+        return [answers[position] for position in range(len(requests))]
+
+    def work_off(self, work: Work, sampling: SamplingSpec, deliver: Deliver) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Incremental.work_off`; ``deliver`` is called in the engine's view."""
         with self._process.entered():
-            common: dict[str, Any] = {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "repetition_penalty": sampling.repetition_penalty,
-                "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
-                "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
-                **sampling.extra,
-            }
-            prompts = [request.token_ids for request in requests]
-            parameters = [_parameters(n=request.num_completions, seed=request.seed, **common) for request in requests]
-            generate = self._by_llm if self._lean is None else self._lean.generate
+            prompts = [_as_prompt(request, sampling) for request in work.requests]
             try:
-                return generate(prompts, parameters)
+                if self._lean is not None:
+                    self._lean.work_off(prompts[: work.num_own], functools.partial(self._more, work, prompts), deliver)
+                else:
+                    self._work_off_by_llm(work, prompts, deliver)
             except EngineError:
                 raise
             except Exception as error:
                 raise EngineError(f"the engine failed while it generated: {error!r}") from error
+
+    def _more(self, work: Work, prompts: Sequence[Prompt], running: int) -> tuple[int, Prompt] | None:
+        """One more common request while fewer completions run than the engine decodes at once."""
+        if running >= self._spec.max_num_seqs:
+            return None
+        position = work.claim()
+        return None if position is None else (position, prompts[position])
+
+    def _work_off_by_llm(self, work: Work, prompts: Sequence[Prompt], deliver: Deliver) -> None:
+        """``LLM.generate`` takes no requests meanwhile: common ones are taken as many at a time as it decodes."""
+        positions = list(range(work.num_own))
+        while True:
+            running = sum(prompts[position][1].n for position in positions)
+            while (taken := self._more(work, prompts, running)) is not None:
+                positions.append(taken[0])
+                running += taken[1][1].n
+            if not positions:
+                return
+            answers = self._by_llm(*zip(*(prompts[position] for position in positions), strict=True))
+            for position, completions in zip(positions, answers, strict=True):
+                deliver(position, completions)
+            positions = []
 
     def _by_llm(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
         """With ``LLM.generate``."""
@@ -351,6 +370,21 @@ def _parameters(**values: Any) -> Any:
         return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
     except TypeError as error:
         raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error
+
+
+def _as_prompt(request: Request, sampling: SamplingSpec) -> Prompt:
+    values: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
+        "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
+        **sampling.extra,
+    }
+    return request.token_ids, _parameters(n=request.num_completions, seed=request.seed, **values)
 
 
 def _completion(output: Any) -> Completion:

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from colocate_rl.balance import deal
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.advantages import ScoredGroups, group_advantages, weighted_sum
+from colocate_rl.rollout import figures
+from colocate_rl.rollout.advantages import group_advantages, weighted_sum
+from colocate_rl.rollout.figures import Compared
 from colocate_rl.rollout.generate import Generator, Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
@@ -30,6 +33,8 @@ class RolloutSettings:
     mask_truncated_completions: bool = False
     pass_columns: bool = True
     """Give every column but the prompt to the reward functions."""
+    deal_rows: bool = False
+    """Train rows on the ranks that make tokens even, equally many on each; False: on those that asked for them."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,23 @@ class Scored:
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions added with ``log_extra``."""
 
+    @classmethod
+    def joined(cls, parts: Sequence["Scored"]) -> "Scored":
+        """The rows of all parts; None where a part lacks an extra column."""
+        names = dict.fromkeys(name for part in parts for name in part.extras)
+        return cls(
+            [row for part in parts for row in part.rows],
+            [ids for part in parts for ids in part.prompt_ids],
+            [completion for part in parts for completion in part.completions],
+            [text for part in parts for text in part.texts],
+            torch.cat([part.rewards for part in parts]),
+            torch.cat([part.advantages for part in parts]),
+            {
+                name: [value for part in parts for value in part.extras.get(name, [None] * len(part.rows))]
+                for name in names
+            },
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -59,12 +81,18 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """This rank's rows with their completions; one entry per row in each list but the last."""
+    """This rank's rows with their completions; one entry per row in the first three lists."""
 
     rows: list[Row]
     prompt_ids: list[tuple[int, ...]]
     completions: list[Completion]
     stats: list[EngineStats]
+    prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Token ids of every rank's prompts, by index."""
+    everyone: Mapping[tuple[int, int], Completion] = field(default_factory=dict)
+    """Every rank's completions, by prompt index and copy; copies are counted in the order of ranks and rows."""
+    places: list[int] = field(default_factory=list)
+    """Of these rows among all rows of this rank's generation batch."""
 
 
 class Rollout:
@@ -112,12 +140,29 @@ class Rollout:
     def wait(self, begun: Begun) -> Answered:
         """Waits until the engines have answered, and only that: an engine is free for other work afterwards."""
         with self._clock.phase("generate"):
-            answers, stats = self._generator.finish(begun.pending)
-        prompts = begun.pending.prompts
-        by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(prompts, answers, strict=True)}
-        prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in begun.rows]
-        completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
-        return Answered(begun.rows, prompt_ids, completions, stats)
+            _, stats = self._generator.finish(begun.pending)
+        return self._answered(begun, range(len(begun.pending.groups)), stats)
+
+    def poll(self, begun: Begun, timeout_s: float) -> Answered:
+        """This rank's rows of the groups that have become whole since the last call; every rank must call it."""
+        with self._clock.phase("generate"):
+            return self._answered(begun, self._generator.poll(begun.pending, timeout_s), [])
+
+    @staticmethod
+    def _answered(begun: Begun, groups: Sequence[int], stats: list[EngineStats]) -> Answered:
+        pending = begun.pending
+        prompts = {pending.groups[group].index: pending.groups[group].token_ids for group in groups}
+        mine = [
+            (prompt, first)
+            for prompt, first in zip(pending.prompts, pending.first_copy, strict=True)
+            if prompt.index in prompts
+        ]
+        answers = {prompt.index: iter(a) for (prompt, _), a in zip(mine, pending.rows(mine), strict=True)}
+        places = [place for place, row in enumerate(begun.rows) if row[PROMPT_INDEX] in prompts]
+        rows = [begun.rows[place] for place in places]
+        completions = [next(answers[row[PROMPT_INDEX]]) for row in rows]
+        prompt_ids = [prompts[row[PROMPT_INDEX]] for row in rows]
+        return Answered(rows, prompt_ids, completions, stats, prompts, pending.completions, places)
 
     def score(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> tuple[Scored, RolloutBatch]:
         """Scores the completions, each against the others of its group.
@@ -128,19 +173,45 @@ class Rollout:
             trainer_state: handed to the reward functions.
 
         Returns:
-            The scored rows, and the padded batch (on the CPU, rows in order).
+            The scored rows, and the padded batch of rows to train on (on the CPU).
         """
-        completions = answered.completions
+        scored, compared = self.compare(answered, metrics, trainer_state=trainer_state)
+        self.log(compared, metrics)
+        parts: Sequence[Sequence[int]] = [compared.rows_of(rank) for rank in range(self._collectives.world_size)]
+        if self.settings.deal_rows:
+            tokens = compared.tokens()
+            parts = deal(tokens, compared.num_rows)
+            figures.log_deal(metrics, compared, [sum(tokens[row] for row in part) for part in parts])
+        return scored, self.batch(answered, compared, sorted(parts[self._collectives.rank]))
+
+    def compare(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> tuple[Scored, Compared]:
+        """Scores this rank's rows and gives all ranks' advantages; the groups must be whole."""
         with self._clock.phase("score"):
-            scored = self._score(answered.rows, answered.prompt_ids, completions, metrics, trainer_state)
-        batch = RolloutBatch.from_rows(
-            answered.prompt_ids,
+            return self._score(answered, metrics, trainer_state)
+
+    def log(self, compared: Compared, metrics: MetricBuffer) -> None:
+        """Adds the figures of a whole generation batch."""
+        figures.log_lengths(metrics, compared)
+        totals = weighted_sum(compared.rewards, self.rewards.weights)
+        groups = group_advantages(totals[figures.group_positions(compared.indices())], self.settings.scale_rewards)
+        figures.log_rewards(metrics, self.rewards.names, compared.rewards, groups)
+
+    def batch(self, answered: Answered, compared: Compared, chosen: Sequence[int]) -> RolloutBatch:
+        """The chosen ones of all ranks' rows as a padded batch on the CPU."""
+        indices = compared.indices()
+        copies: dict[int, int] = {}
+        keys = []
+        for index in indices:
+            copies[index] = copies.get(index, -1) + 1
+            keys.append((index, copies[index]))
+        completions = [answered.everyone[keys[row]] for row in chosen]
+        return RolloutBatch.from_rows(
+            [answered.prompts[indices[row]] for row in chosen],
             completions,
-            scored.advantages,
+            compared.advantages[list(chosen)],
             keep=[not (self.settings.mask_truncated_completions and c.finish_reason != "stop") for c in completions],
             pad_token_id=self.settings.pad_token_id,
         )
-        return scored, batch
 
     def collect(
         self,
@@ -166,14 +237,8 @@ class Rollout:
             first.setdefault(index, row)
         return [Prompt(index, self.codec.encode(first[index]["prompt"]), count) for index, count in copies.items()]
 
-    def _score(
-        self,
-        rows: list[Row],
-        prompt_ids: list[tuple[int, ...]],
-        completions: list[Completion],
-        metrics: MetricBuffer,
-        trainer_state: Any,
-    ) -> Scored:
+    def _score(self, answered: Answered, metrics: MetricBuffer, trainer_state: Any) -> tuple[Scored, Compared]:
+        rows, completions = answered.rows, answered.completions
         extras: dict[str, list[Any]] = {}
         with self._collectives.failing_together("scoring completions"):
             texts = [
@@ -189,8 +254,10 @@ class Rollout:
                 log_extra=_extra_logger(extras, len(rows)),
                 log_metric=_metric_logger(metrics),
             )
-        advantages = self._compare(rows, prompt_ids, completions, rewards, metrics)
-        return Scored(rows, prompt_ids, completions, texts, rewards, advantages, extras)
+        compared = self._compare(answered, rewards)
+        mine = compared.rows_of(self._collectives.rank)
+        advantages = compared.advantages[mine.start : mine.stop]
+        return Scored(rows, answered.prompt_ids, completions, texts, rewards, advantages, extras), compared
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         if not self.settings.pass_columns or not rows:
@@ -198,49 +265,29 @@ class Rollout:
         names = [name for name in rows[0] if name not in ("prompt", PROMPT_INDEX, "completion", "completion_ids")]
         return {name: [row[name] for row in rows] for name in names}
 
-    def _compare(
-        self,
-        rows: Sequence[Row],
-        prompt_ids: Sequence[tuple[int, ...]],
-        completions: Sequence[Completion],
-        rewards: torch.Tensor,
-        metrics: MetricBuffer,
-    ) -> torch.Tensor:
-        """Advantages of this rank's rows, from all ranks' rewards; and the figures made of them."""
+    def _compare(self, answered: Answered, rewards: torch.Tensor) -> Compared:
+        """Advantages of all ranks' rows, from all ranks' rewards."""
         facts = torch.tensor(
             [
                 [row[PROMPT_INDEX], len(ids), len(completion.token_ids), completion.finish_reason == "stop"]
-                for row, ids, completion in zip(rows, prompt_ids, completions, strict=True)
+                for row, ids, completion in zip(answered.rows, answered.prompt_ids, answered.completions, strict=True)
             ],
             dtype=torch.float64,
         ).view(-1, 4)
         parts = self._collectives.gather_ragged(torch.cat([facts, rewards.to(torch.float64)], dim=1))
         table = torch.cat(parts)
-        columns = group_positions(table[:, 0].long().tolist())
+        columns = figures.group_positions(table[:, 0].long().tolist())
         all_rewards = table[:, 4:].float()
         totals = weighted_sum(all_rewards, self.rewards.weights)
         groups = group_advantages(totals[columns], self.settings.scale_rewards)
         advantages = torch.zeros(len(table))
         advantages[columns.view(-1)] = groups.advantages.view(-1)
-        _log_lengths(metrics, table[:, 1], table[:, 2], table[:, 3].bool())
-        _log_rewards(metrics, self.rewards.names, all_rewards, groups)
-        start = sum(len(part) for part in parts[: self._collectives.rank])
-        return advantages[start : start + len(rows)]
-
-
-def group_positions(indices: Sequence[int]) -> torch.Tensor:
-    """Where the members of each group stand: int64 [P, G] positions in ``indices``, groups in order of appearance."""
-    positions: dict[int, list[int]] = {}
-    for position, index in enumerate(indices):
-        positions.setdefault(index, []).append(position)
-    sizes = {len(members) for members in positions.values()}
-    assert len(sizes) == 1, f"groups of different sizes {sizes} in one generation batch"
-    return torch.tensor(list(positions.values()), dtype=torch.int64)
+        return Compared(table[:, :4], all_rewards, advantages, [len(part) for part in parts])
 
 
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
-    r"staleness)$|(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling)/|eval_"
+    r"staleness)$|(balance|completions|prompts|rank|rewards|engine|time|clip_ratio|policy_ratio|sampling)/|eval_"
 )
 """Names of the trainer's own figures."""
 
@@ -263,28 +310,3 @@ def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str,
         extras[column] = list(values)
 
     return log_extra
-
-
-def _log_lengths(
-    metrics: MetricBuffer, prompt_lengths: torch.Tensor, lengths: torch.Tensor, terminated: torch.Tensor
-) -> None:
-    weight = len(lengths)
-    ended = lengths[terminated] if bool(terminated.any()) else torch.zeros(1, dtype=torch.float64)
-    for name, values in (("length", lengths), ("terminated_length", ended)):
-        metrics.mean(f"completions/mean_{name}", values.mean(), weight)
-        metrics.mean(f"completions/min_{name}", values.min(), weight)
-        metrics.mean(f"completions/max_{name}", values.max(), weight)
-    metrics.mean("completions/clipped_ratio", (~terminated).double().mean(), weight)
-    metrics.mean("prompts/mean_length", prompt_lengths.mean(), weight)
-
-
-def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Tensor, groups: ScoredGroups) -> None:
-    weight = len(rewards)
-    for name, column in zip(names, rewards.unbind(-1), strict=True):
-        known = column[~column.isnan()]
-        metrics.mean(f"rewards/{name}/mean", known.mean() if len(known) else torch.tensor(torch.nan), weight)
-        metrics.mean(f"rewards/{name}/std", known.std() if len(known) > 1 else torch.tensor(0.0), weight)
-    totals = groups.rewards[~groups.rewards.isnan()]
-    metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan), weight)
-    metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0), weight)
-    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean(), weight)

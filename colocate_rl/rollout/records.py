@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colocate_rl.engine.protocol import Completion
+from colocate_rl.engine.protocol import Completion, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,13 @@ class EngineStats:
     num_prompts: int
     num_tokens: int
     """Sampled tokens."""
-    seconds: float
+    span: Span
+    """When it generated."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it generated."""
+        return self.span.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,18 @@ class RolloutBatch:
             sampling_logprobs=sampling_logprobs,
             advantages=advantages.to(torch.float32),
         )
+
+    @classmethod
+    def joined(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """The rows of several batches, one batch after the other; what one of them lacks, all must lack."""
+        width = max(batch.input_ids.shape[1] for batch in batches)
+        columns: dict[str, Any] = {}
+        for item in fields(cls):
+            values = [getattr(batch, item.name) for batch in batches]
+            if values[0] is not None and values[0].ndim == 2:
+                values = [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
+            columns[item.name] = None if values[0] is None else torch.cat(values)
+        return cls(**columns)
 
     @property
     def num_rows(self) -> int:

@@ -9,6 +9,7 @@ divergence").
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -176,6 +177,18 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "dapo": _sum_over_batch_tokens,
 }
 """One per ``loss_type``: token losses [B, T] and their mask to a scalar."""
+Denominator = Literal["rows", "slice tokens", "batch tokens"]
+DENOMINATORS: dict[str, Denominator] = {
+    "grpo": "rows",
+    "bnpo": "slice tokens",
+    "dr_grpo": "rows",
+    "dapo": "batch tokens",
+}
+"""What each of them divides by, beside what is known of a row alone: it decides when a row can be trained, and where.
+
+``rows``: by a number that is fixed beforehand; ``batch tokens``: by one number for the whole generation batch. Rows of
+these may be trained by any rank, in any order. ``slice tokens``: by the tokens of the slice on its rank.
+"""
 
 
 def grpo_loss(

@@ -95,17 +95,17 @@ class Objective:
         for number, rows in enumerate(groups):
             part = batch.rows(rows) if len(groups) > 1 else batch
             if early is None or number == len(groups) - 1:
-                loss, found = self._micro_batch_loss(wrapper, policy, part, tokens_per_slice, whole, metrics)
+                loss, found = self.part_loss(wrapper, policy, part, tokens_per_slice, whole, metrics)
             else:
                 with early() as backward:
-                    loss, found = self._micro_batch_loss(wrapper, policy, part, tokens_per_slice, whole, metrics)
+                    loss, found = self.part_loss(wrapper, policy, part, tokens_per_slice, whole, metrics)
                     backward(loss)
                 loss = loss.detach()
             total = total + loss
             logprobs[rows, : found.shape[1]] = found
         return total, logprobs
 
-    def _micro_batch_loss(
+    def part_loss(
         self,
         wrapper: nn.Module,
         policy: nn.Module,
@@ -114,6 +114,16 @@ class Objective:
         whole: SliceSize,
         metrics: MetricBuffer,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What one forward pass over some rows adds to the loss of their slice, and their log-probabilities.
+
+        Args:
+            wrapper: the policy as the trainer wrapped it, or the policy itself.
+            policy: the causal language model inside.
+            batch: the rows, on the policy's device.
+            tokens_per_slice: see :func:`grpo_loss`.
+            whole: size of the slice that the rows belong to.
+            metrics: takes the figures of the update.
+        """
         live = self.statistics(wrapper, policy, batch)
         detached = live.logprobs.detach()
         old = batch.old_logprobs if batch.old_logprobs is not None else detached

@@ -1,0 +1,99 @@
+"""A streamed step is the step of a batch that came at once, in whatever order the groups finish."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colocate_rl import GRPOConfig, engines
+from colocate_rl.engine.protocol import Completion, SamplingSpec, Span, Work
+from colocate_rl.errors import ConfigError
+from tests.tiny import tiny_model
+from tests.unit.test_padding_free_run import LengthyEngine, run  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.unit
+
+FIGURES = (
+    "loss", "grad_norm", "entropy", "kl", "reward", "reward_std", "frac_reward_zero_std", "rewards/even_ids/std",
+    "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+    "completions/min_terminated_length", "prompts/mean_length", "num_tokens", "engine/0/tokens", "engine/0/prompts",
+    "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "staleness",
+)  # fmt: skip
+
+
+class TricklingEngine(LengthyEngine):
+    """Finishes requests in a random order, some at a time, and now and then none."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._left: list[tuple[int, list[Completion]]] = []
+        self.sizes: list[int] = []
+
+    def begin(self, work: Work, sampling: SamplingSpec) -> None:
+        assert not self._left
+        self._left = list(enumerate(self.generate(work.requests, sampling)))
+        self._draw.shuffle(self._left)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, list[Completion]]]:
+        self.sizes.append(self._draw.randrange(3))
+        return [self._left.pop() for _ in range(min(self.sizes[-1], len(self._left)))]
+
+    def finish(self) -> tuple[list[tuple[int, list[Completion]]], Span]:
+        rest, self._left = self._left, []
+        return rest, Span(0.0, 1.0)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "bnpo"},
+        {"loss_type": "dapo", "max_tokens_per_micro_batch": 48},
+        {"loss_type": "bnpo", "max_tokens_per_micro_batch": 48, "num_iterations": 1},
+        {"loss_type": "dapo", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 16},
+        {"loss_type": "dapo", "gradient_accumulation_steps": 4, "padding_free": True, "old_logprobs": "sampling"},
+        {"loss_type": "grpo", "mask_truncated_completions": True, "scale_rewards": "none", "num_iterations": 1},
+    ],
+    ids=str,
+)
+def test_gradient_and_figures_are_those_of_none(
+    run: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+) -> None:
+    _, expected, lines = run(**settings)
+    start = dict(tiny_model(tied=False).named_parameters())
+    moved = max(float((expected[name] - weight.detach()).abs().max()) for name, weight in start.items())
+    assert moved > 1e-3
+    for order in (1, 2):
+        engine = TricklingEngine(order)
+        monkeypatch.setattr(engines, "build_engine", lambda *_, built=engine: built)
+        trainer, weights, log = run(overlap="stream", **settings)
+        assert sum(engine.sizes) > 8
+        assert 0 in engine.sizes
+        assert trainer.state.global_step == 3
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5 * moved, msg=lambda m, n=name: n + m)
+        for line, same in zip(lines, log, strict=True):
+            for name in FIGURES:
+                assert (name in same) == (name in line), name
+                if name in line:
+                    assert same[name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, "steps_per_generation=4 must be"),
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch' divides by"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GRPOConfig(str(tmp_path), overlap="stream", **settings)
