@@ -71,6 +71,7 @@ class Streamer:
         order = torch.randperm(len(rows)).tolist()  # the slices that a batch that came at once would have
         slices = [order[start : start + size] for start in range(0, len(order), size)]
         passes = Passes(self.objective, runner, slices, expected_tokens, self.metrics)
+        passes.open()
         for arrived in stream.rounds():
             passes.add(self._with_fixed_logprobs(arrived.batch), arrived.places)
         answered, scored = stream.finish()

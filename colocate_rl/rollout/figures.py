@@ -25,11 +25,12 @@ class Compared:
 
     @classmethod
     def joined(cls, parts: Sequence["Compared"]) -> "Compared":
-        """The rows of all parts, part by part."""
+        """The rows of all parts."""
+        spans = [(part, part.rows_of(rank)) for rank in range(len(parts[0].num_rows)) for part in parts]
         return cls(
-            torch.cat([part.facts for part in parts]),
-            torch.cat([part.rewards for part in parts]),
-            torch.cat([part.advantages for part in parts]),
+            torch.cat([part.facts[rows.start : rows.stop] for part, rows in spans]),
+            torch.cat([part.rewards[rows.start : rows.stop] for part, rows in spans]),
+            torch.cat([part.advantages[rows.start : rows.stop] for part, rows in spans]),
             [sum(counts) for counts in zip(*(part.num_rows for part in parts), strict=True)],
         )
 

@@ -187,7 +187,7 @@ def completion_statistics(
         entropy[:, 1:][chosen] = flat_entropy
         return TokenStatistics(logprobs, entropy)
 
-    return _through_wrapper(wrapper, policy, batch.input_ids, compute)
+    return through_wrapper(wrapper, policy, batch.input_ids, compute)
 
 
 def _decoder(model: nn.Module) -> Any:
@@ -210,7 +210,7 @@ def _packed_states(model: nn.Module, batch: RolloutBatch) -> torch.Tensor:
     return states
 
 
-def _through_wrapper(
+def through_wrapper(
     wrapper: nn.Module, policy: nn.Module, inputs: torch.Tensor, function: Callable[[nn.Module], Result]
 ) -> Result:
     """Runs ``function(policy)`` as the forward pass of ``wrapper``, so that its hooks (gradient reduction) take part.

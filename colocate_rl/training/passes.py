@@ -17,6 +17,7 @@ from torch import nn
 
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.training.logprobs import through_wrapper
 from colocate_rl.training.losses import DENOMINATORS, SliceSize
 from colocate_rl.training.objective import Objective
 
@@ -78,6 +79,16 @@ class Passes:
         self.counts = torch.zeros(2, dtype=torch.int64)
         """Tokens of the rows, and those of them in the loss."""
         self._trained: list[_Pass] = []
+
+    def open(self) -> None:
+        """To be called by all ranks before any pass: ranks run their first one at different times.
+
+        DistributedDataParallel talks between ranks within the first forward pass after a gradient reduction (it sends
+        buffers and rearranges gradient buckets); a pass of nothing has it done now.
+        """
+        runner = self._runner
+        with runner.no_sync():
+            through_wrapper(runner.model, runner.policy, self._total, lambda _: self._total)
 
     def add(self, batch: RolloutBatch, places: Sequence[int]) -> None:
         """Runs the passes of some rows, but for the last one.

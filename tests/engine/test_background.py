@@ -58,7 +58,7 @@ def test_answers_follow_the_policy_through_shared_memory(engine: BackgroundEngin
 def test_requests_come_as_they_finish(engine: BackgroundEngine) -> None:
     model = tiny_model()
     engine.load_weights(weights(model))
-    short, long = SamplingSpec(max_tokens=4, temperature=0.0), SamplingSpec(max_tokens=100, temperature=0.0)
+    short, long = SamplingSpec(max_tokens=4), SamplingSpec(max_tokens=100)
     engine.begin(Work.of([Request(prompts(1)[0], 1)]), long)
     assert engine.poll(0.0) == []
     engine.finish()
