@@ -199,6 +199,11 @@ class GRPOOptions:
     )
     num_completions_to_print: int | None = _setting(None, "Rows of that table (random sample). None: all; 0: none.")
     log_unique_prompts: bool = _setting(False, "Keep only the first completion of each prompt in that table.")
+    log_timeline: bool = _setting(
+        False,
+        "Append when each rank and engine did what to timeline.jsonl in the output folder, one object per phase; "
+        "seconds of the machine's monotonic clock.",
+    )
     learning_rate: float = _setting(1e-6, "Initial learning rate of AdamW.")
     logging_steps: float = _setting(10, "Optimizer steps between two logs (a share of all steps when below 1).")
     gradient_checkpointing: bool | None = _setting(

@@ -421,7 +421,7 @@ class GRPOTrainer(Trainer):
             super().log(logs, start_time)
             return
         if not is_eval:
-            logs = {**logs, **self._log.metrics.flush(self.collectives)}  # type: ignore[dict-item]
+            logs = {**logs, **self._log.flush()}  # type: ignore[dict-item]
         super().log(logs, start_time)
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():

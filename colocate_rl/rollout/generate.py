@@ -28,7 +28,7 @@ from colocate_rl.engine.protocol import (
     Work,
 )
 from colocate_rl.errors import EngineError
-from colocate_rl.placement import Placement
+from colocate_rl.placement import Placement, split_evenly
 from colocate_rl.rollout.handout import ExpectedLengths, Group, Part, Plan, plan
 from colocate_rl.rollout.records import EngineStats, Prompt
 
@@ -204,9 +204,11 @@ class Generator:
             self._expected.note(group.index, [len(pending.completions[group.index, c].token_ids) for c in copies])
         spans = self._collectives.gather_ragged(torch.tensor([[span.start, span.end]], dtype=torch.float64))
         stats = []
+        in_order = _tokens_in_order(pending)
         for engine, parts in enumerate(pending.answered):
             start, end = spans[self._placement.host_of(engine)][0].tolist()
-            stats.append(EngineStats(engine, len(parts), _num_tokens(parts, pending), Span(start, end)))
+            tokens = _num_tokens(parts, pending)
+            stats.append(EngineStats(engine, len(parts), tokens, Span(start, end), in_order[engine]))
         return pending.rows(list(zip(pending.prompts, pending.first_copy, strict=True))), stats
 
     def generate(
@@ -325,6 +327,13 @@ def _num_tokens(parts: Sequence[Part], pending: Pending) -> int:
         for part in parts
         for copy in range(part.num_copies)
     )
+
+
+def _tokens_in_order(pending: Pending) -> list[int]:
+    """Sampled tokens of each engine, had it been given consecutive rows."""
+    rows = [(group.index, copy) for group in pending.groups for copy in range(group.num_copies)]
+    spans = split_evenly(len(rows), len(pending.answered))
+    return [sum(len(pending.completions[rows[place]].token_ids) for place in span) for span in spans]
 
 
 def _request(groups: Sequence[Group], part: Part, seed: int | None) -> Request:

@@ -34,6 +34,8 @@ class EngineStats:
     """Sampled tokens."""
     span: Span
     """When it generated."""
+    num_tokens_in_order: int
+    """What it would have sampled, had groups been cut into slices as they came instead of dealt."""
 
     @property
     def seconds(self) -> float:

@@ -1,5 +1,7 @@
 """A streamed step is the step of a batch that came at once, in whatever order the groups finish."""
 
+import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,27 @@ def test_gradient_and_figures_are_those_of_none(
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GRPOConfig(str(tmp_path), overlap="stream", **settings)
+
+
+def test_a_timeline_says_who_did_what_when(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
+    def steps(**changes: Any) -> list[dict[str, Any]]:
+        (tmp_path / "timeline.jsonl").unlink(missing_ok=True)
+        run(log_timeline=True, num_iterations=1, **changes)
+        return [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+
+    events = steps()
+    assert all(event["end"] > event["start"] for event in events)
+    assert [event["start"] for event in events] == sorted(event["start"] for event in events)
+    ranks = [event for event in events if event.get("rank") == 0]
+    assert {event["phase"] for event in ranks} == {"generate", "score", "sync", "train"}
+    for one, following in itertools.pairwise(ranks):
+        assert following["start"] >= one["end"]
+    waits = [event for event in ranks if event["phase"] == "generate"]
+    engine = [event for event in events if event.get("engine") == 0]
+    assert len(engine) == 3
+    for event in engine:  # an engine inside the rank works while the rank waits for it
+        assert any(wait["start"] <= event["start"] <= event["end"] <= wait["end"] for wait in waits)
+    monkeypatch.setattr(engines, "build_engine", lambda *_: TricklingEngine(4))
+    streamed = [event["phase"] for event in steps(overlap="stream") if event.get("rank") == 0]
+    first = streamed[: streamed.index("sync", 1 + streamed.index("sync"))]
+    assert first.count("generate") > 2 < first.count("train"), "waits and passes take turns"
