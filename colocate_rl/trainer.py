@@ -24,6 +24,7 @@ from colocate_rl import engines, loaders, preflight, settings
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
+from colocate_rl.hooks import StepHooks
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
 from colocate_rl.rollout.generate import Generator
@@ -131,7 +132,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[_StepHooks(self), *(callbacks or [])],
+            callbacks=[StepHooks(self), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig
@@ -498,29 +499,6 @@ class GRPOTrainer(Trainer):
         """Frees the engine of this rank; the trained model stays usable."""
         if self.engine is not None:
             self.engine.close()
-
-
-class _StepHooks(TrainerCallback):
-    """Tells the trainer where its steps begin and end."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Puts the trainer where a resumed run stands within its generation batch and its random streams."""
-        self._trainer.resume_at(state.global_step)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gives each epoch its own order of prompts, also after a resume."""
-        self._trainer.set_epoch(int(state.epoch or 0))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the step's clock."""
-        self._trainer.begin_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops it."""
-        self._trainer.end_step()
 
 
 def _refuse(**arguments: Any) -> None:

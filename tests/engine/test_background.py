@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from colocate_rl.engine.background import BackgroundEngine
+from colocate_rl.engine.claims import FileClaims
 from colocate_rl.engine.protocol import Background, Request, SamplingSpec, Work
 from colocate_rl.errors import EngineError
 from tests.engine.conftest import engine_spec, greedy_by_policy, prompts, weights
@@ -74,6 +75,20 @@ def test_requests_come_as_they_finish(engine: BackgroundEngine) -> None:
     assert not rest
     assert sorted(seen) == list(range(70))
     assert polls > 1
+
+
+def test_common_requests_are_taken_when_there_is_room(engine: BackgroundEngine, tmp_path: Path) -> None:
+    engine.load_weights(weights(tiny_model()))
+    claims = FileClaims(tmp_path / "1")
+    assert [claims.next(), claims.next()] == [0, 1]  # another engine was faster
+    requests = [Request(prompt, 8, seed=100 * number) for number, prompt in enumerate(prompts(12, 3))]
+    engine.begin(Work(requests, 2, claims), SamplingSpec(max_tokens=8))  # 32 run at once, so 4 of these
+    answers = dict(engine.finish()[0])
+    assert sorted(answers) == [0, 1, *range(4, 12)]
+    engine.begin(Work.of(requests), SamplingSpec(max_tokens=8))
+    everything = dict(engine.finish()[0])
+    for position, completions in answers.items():  # seeds decide, not when or beside what a request ran
+        assert [c.token_ids for c in completions] == [c.token_ids for c in everything[position]]
 
 
 def test_other_tensors_are_shared_anew(engine: BackgroundEngine) -> None:
