@@ -1,9 +1,10 @@
 """When engines generate and when ranks train: one after the other, side by side, or one batch ahead."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from colocate_rl.errors import EngineError
+from colocate_rl.errors import EngineError, PeerError
 from colocate_rl.metrics import PhaseClock
 from colocate_rl.rollout.collect import Answered, Begun, Rollout, Row
 from colocate_rl.sync import WeightSync
@@ -77,10 +78,11 @@ class Streamed(Synchronous):
         self._begun = None
 
     def forget(self) -> None:
-        """Waits for what an interrupted run left under way, and drops it."""
-        if self._begun is not None:
-            self._rollout.wait(self._begun)
-            self._begun = None
+        """Waits for what an interrupted run left under way, and drops it; it may be the engines' failure."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with contextlib.suppress(EngineError, PeerError):
+                self._rollout.wait(begun)
 
 
 class OneStepAhead:

@@ -103,7 +103,8 @@ class BackgroundEngine:
     def finish(self) -> tuple[list[tuple[int, list[Completion]]], Span]:
         """See :meth:`colocate_rl.engine.protocol.Background.finish`."""
         if self._span is None:
-            self._pending = False  # also when it fails
+            if not self._pending:
+                raise EngineError("the engine is asked for nothing, or has failed: there is nothing to wait for.")
             self._span = self._result()
         self._pending = False
         span, self._span = self._span, None

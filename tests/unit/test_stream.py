@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from colocate_rl import GRPOConfig, engines
+from colocate_rl import GRPOConfig, GRPOTrainer, engines, options
 from colocate_rl.engine.protocol import Completion, SamplingSpec, Span, Work
-from colocate_rl.errors import ConfigError
+from colocate_rl.errors import ConfigError, EngineError
+from colocate_rl.training import losses
 from tests.tiny import tiny_model
 from tests.unit.test_padding_free_run import LengthyEngine, run  # noqa: F401 - a fixture
 
@@ -99,6 +100,43 @@ def test_gradient_and_figures_are_those_of_none(
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GRPOConfig(str(tmp_path), overlap="stream", **settings)
+
+
+def test_every_loss_says_what_it_divides_by() -> None:
+    assert losses.DENOMINATORS.keys() == losses.AGGREGATIONS.keys() == set(options.choices(options.LossType))
+
+
+class StumblingEngine(TricklingEngine):
+    """Fails in the middle of its first batch."""
+
+    polls = 0
+
+    def poll(self, timeout_s: float) -> list[tuple[int, list[Completion]]]:
+        self.polls += 1
+        if self.polls == 3:
+            raise EngineError("it stumbled")
+        return super().poll(timeout_s)
+
+
+def test_a_run_that_failed_can_be_started_again(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    _, expected, _ = run(num_iterations=1)
+    monkeypatch.setattr(engines, "build_engine", lambda *_: StumblingEngine(1))
+    made: list[GRPOTrainer] = []
+    train = GRPOTrainer.train
+
+    def train_twice(trainer: GRPOTrainer) -> Any:
+        made.append(trainer)
+        with pytest.raises(EngineError, match="it stumbled"):
+            train(trainer)
+        trainer.model.zero_grad()
+        return train(trainer)
+
+    monkeypatch.setattr(GRPOTrainer, "train", train_twice)
+    trainer, weights, log = run(overlap="stream", num_iterations=1)
+    assert made == [trainer]
+    assert len(log) == 3
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
 
 
 def test_a_timeline_says_who_did_what_when(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
