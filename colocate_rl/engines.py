@@ -4,17 +4,21 @@ import logging
 import os
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from colocate_rl import backend
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Engine
 from colocate_rl.engine.spec import EngineSpec
+from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.placement import Placement, Shard, split_evenly
@@ -40,9 +44,12 @@ def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Plac
         raise PlacementError(
             f"This launch spans {num_nodes} machines; engines are reached inside one machine only. Launch on one."
         )
+    num_gpus = count_gpus(args)
+    if not args.use_vllm:
+        return Placement.without_engines(num_ranks=num_ranks, num_devices=num_gpus)
     devices = args.vllm_devices
     assert not isinstance(devices, str)
-    num_gpus = count_gpus(args)
+    assert args.num_vllm_gpus is not None
     if num_gpus is None:
         return Placement.on_cpu(
             num_ranks=num_ranks,
@@ -123,6 +130,7 @@ def build_engine(
     policy_dtype: torch.dtype,
     window: int | None,
     longest_prompt: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Engine | None:
     """Builds the engine (or shard) that this rank hosts; every rank must call it.
 
@@ -134,6 +142,7 @@ def build_engine(
         policy_dtype: of the policy's parameters.
         window: context window in tokens, or None for the model's own.
         longest_prompt: of the training set, in tokens.
+        tokenizer: of the policy; it goes into the engine only where sampling needs it.
 
     Returns:
         The engine, or None on a rank without one.
@@ -146,8 +155,38 @@ def build_engine(
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
                 spec = _engine_spec(args, placement, shard, config, policy_dtype, window, longest_prompt, ports)
-                engine = VllmEngine(spec) if args.overlap == "none" else BackgroundEngine(spec)
+                if backend.needs_tokenizer(args):
+                    spec = replace(spec, tokenizer=tokenizer)
+                engine = BackgroundEngine(spec) if backend.needs_child(args) else VllmEngine(spec)
     return engine
+
+
+def policy_engine(
+    args: GRPOConfig,
+    placement: Placement,
+    rank: int,
+    policy: PreTrainedModel,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    window: int | None,
+) -> Engine:
+    """The engine of a run with ``use_vllm=False``: this rank's policy itself.
+
+    Args:
+        args: the run's configuration.
+        placement: of a run without engines.
+        rank: this rank.
+        policy: unwrapped.
+        autocast: makes the mixed-precision context of a forward pass.
+        window: context window in tokens, or None for no limit.
+    """
+    return TransformersEngine(
+        policy,
+        seed=engine_seed(args.seed, rank, 0),
+        autocast=autocast,
+        max_num_seqs=args.vllm_max_num_seqs or _default_num_seqs(args, placement),
+        max_model_length=window,
+        options={} if args.cache_implementation is None else {"cache_implementation": args.cache_implementation},
+    )
 
 
 def _engine_spec(
@@ -191,6 +230,7 @@ def _engine_spec(
         shard_devices=tuple(s.device for s in placement.shards if s.engine == shard.engine and s.device is not None),
         kv_cache_bytes=kv_cache,
         port=ports[placement.host_of(shard.engine)],
+        model_impl=args.vllm_model_impl,
         extra=_json_dict(args.vllm_engine_kwargs),
     )
 

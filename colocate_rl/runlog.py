@@ -13,9 +13,11 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
-from colocate_rl.rollout.collect import Answered, Scored
+from colocate_rl.rewardtrace import RewardTrace
+from colocate_rl.rollout.collect import Answered, Row, Scored
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats
+from colocate_rl.rollout.sampler import PROMPT_INDEX
 
 METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
@@ -50,6 +52,8 @@ class RunLog:
         self._engine_seconds = [0.0] * num_engines
         self._events: list[dict[str, Any]] = []
         self._timeline: list[dict[str, Any]] = []
+        self._reward_names = list(reward_names)
+        self._trace: RewardTrace | None = None
 
     def note_engines(self, stats: Sequence[EngineStats]) -> None:
         """Logs what each engine did for a generation batch: an idle engine must be visible at once."""
@@ -61,8 +65,8 @@ class RunLog:
             tokens, seconds = torch.tensor(float(stat.num_tokens)), torch.tensor(stat.seconds)
             self.metrics.share(f"{name}/tokens_per_s", tokens, seconds)
             self._engine_seconds[stat.engine] += stat.seconds
-            if self._collectives.rank == 0 and stat.seconds:
-                self._add_event("generate", stat.span.start, stat.span.end, engine=stat.engine)
+            for span in stat.spans if self._collectives.rank == 0 else ():
+                self._add_event("generate", span.start, span.end, engine=stat.engine)
         if len(stats) > 1:
             self.metrics.mean("balance/engine_tokens_before", imbalance([stat.num_tokens_in_order for stat in stats]))
             self.metrics.mean("balance/engine_tokens", imbalance([stat.num_tokens for stat in stats]))
@@ -87,6 +91,18 @@ class RunLog:
         )
         for prompts, completions, rewards, advantages, extras in self._collectives.gather_objects(mine):
             self.completions.add(prompts, completions, rewards, advantages, extras)
+
+    def note_rewards(self, step: int, rows: Sequence[Row], rewards: torch.Tensor, *, trained: bool) -> None:
+        """Appends all ranks' rewards to the trace, if there is one; every rank must call it."""
+        if not self._args.log_reward_trace:
+            return
+        indices = torch.tensor([row[PROMPT_INDEX] for row in rows], dtype=torch.float64)
+        table = torch.cat(self._collectives.gather_ragged(torch.cat([indices[:, None], rewards.double()], dim=1)))
+        with self._collectives.failing_together("writing the reward trace"):
+            if self._collectives.rank == 0:
+                if self._trace is None:
+                    self._trace = RewardTrace(Path(self._args.output_dir or "."), self._reward_names)
+                self._trace.add(step, table[:, 0].long().tolist(), table[:, 1:], trained=trained)
 
     def note_step(self) -> None:
         """Logs how long the optimizer step took, phase by phase, and how idle each side was."""

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from colocate_rl.collectives import Collectives
@@ -53,6 +52,7 @@ class Streamer:
         self,
         number: int,
         rows: Sequence[Row],
+        order: Sequence[int],
         trainer_state: Any,
         runner: Runner,
         expected_tokens: float,
@@ -62,6 +62,7 @@ class Streamer:
         Args:
             number: of the generation batch.
             rows: this rank's.
+            order: of the rows, to be cut into the slices that a batch that came at once would have.
             trainer_state: its ``global_step`` is the policy's version; handed to the reward functions.
             runner: runs passes.
             expected_tokens: see :class:`colocate_rl.training.passes.Passes`.
@@ -70,7 +71,6 @@ class Streamer:
         ranks = self.collectives
         stream = Stream(self.rollout, begun, self.metrics, trainer_state, ranks.rank, ranks.world_size)
         size = len(rows) // self.num_slices
-        order = torch.randperm(len(rows)).tolist()  # the slices that a batch that came at once would have
         slices = [order[start : start + size] for start in range(0, len(order), size)]
         passes = Passes(self.objective, runner, slices, expected_tokens, self.metrics)
         passes.open()

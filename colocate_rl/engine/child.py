@@ -4,7 +4,6 @@ Started by ``colocate_rl.engine.background`` as ``python -m colocate_rl.engine.c
 the kernel kills it when the parent goes (Linux), and a closed pipe ends it everywhere.
 """
 
-import ctypes
 import os
 import queue
 import signal
@@ -17,11 +16,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from colocate_rl.lifeline import die_with_parent
+
 KEY_VARIABLE = "COLOCATE_RL_ENGINE_KEY"
 PARENT_VARIABLE = "COLOCATE_RL_ENGINE_PARENT"
 BEAT_S = 1.0
 """Seconds between two signs of life."""
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,13 @@ class Failure:
 
 def main() -> None:
     """Connects to the rank and serves until it says close or goes away."""
-    _die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
     pipe = Client(sys.argv[1], family="AF_UNIX", authkey=key)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when a run is interrupted
     try:
         Server(pipe).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(1)
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
         os._exit(1)
 
 

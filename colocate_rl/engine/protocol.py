@@ -38,15 +38,22 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for a prompt, bit for bit."""
+    """What an engine sampled for a prompt, bit for bit; in a dialogue also what tools wrote in between."""
 
     token_ids: Sequence[int]
     """[C] sampled ids, the stop token included; may be beyond the tokenizer's range."""
     sampling_logprobs: Sequence[float]
-    """[C] log-probability of each id under the distribution it was sampled from."""
+    """[C] log-probability of each id under the distribution it was sampled from; 0 for ids that were not sampled."""
     finish_reason: FinishReason
     policy_version: int = 0
     """Version of the policy whose weights sampled it."""
+    sampled: Sequence[bool] | None = None
+    """[C] False for ids that a tool or an environment wrote: never learned from. None: all were sampled."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids that the engine sampled."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
 
 
 class Claims(Protocol):

@@ -1,11 +1,9 @@
 """How an engine is built: what the run decides, and what follows for the process and the model's folder."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +41,11 @@ class EngineSpec:
     """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
     each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    model_impl: str = "vllm"
+    """Whose code of the model runs: ``vllm`` or ``transformers``. The latter changes classes of transformers for the
+    whole process, so it belongs into a child process."""
+    tokenizer: Any = None
+    """The policy's tokenizer, where sampling needs one (structured outputs); None: the engine sees ids only."""
     lean: bool = True
     """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
 
@@ -103,11 +106,3 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "MASTER_PORT": str(spec.port),
         }
     return variables
-
-
-def write_model_folder(folder: Path, config: Any, dtype: str) -> None:
-    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
-    values = config.to_dict()
-    values["dtype"] = dtype
-    values.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(values, default=str))

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
 from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
 from colocate_rl.engine.protocol import Completion, Deliver, Request, SamplingSpec, Work
-from colocate_rl.engine.spec import EngineSpec, environment, first_group, write_model_folder
+from colocate_rl.engine.spec import EngineSpec, environment, first_group
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
@@ -72,12 +73,13 @@ class VllmEngine:
 
     def _build(self) -> None:
         spec = self._spec
-        write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
+        write_model(Path(self._folder.name), spec.model_config, spec.dtype)
         from vllm import LLM
 
         arguments: dict[str, Any] = {
             "model": self._folder.name,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": spec.tokenizer is None,
+            "model_impl": spec.model_impl,
             "load_format": "dummy",
             "generation_config": "vllm",
             "dtype": spec.dtype,
@@ -89,6 +91,8 @@ class VllmEngine:
             "disable_log_stats": True,
             "logprobs_mode": "processed_logprobs",
         }
+        if spec.tokenizer is not None:
+            arguments["tokenizer"] = write_tokenizer(Path(self._folder.name), spec.tokenizer)
         if spec.device is not None:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
@@ -106,6 +110,8 @@ class VllmEngine:
             raise ConfigError(
                 f"vllm_engine_kwargs={dict(spec.extra)}: vLLM takes no such argument ({error})."
             ) from error
+        if spec.tokenizer is not None:
+            check_tokenizer(spec.tokenizer, self._llm.get_tokenizer())
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
@@ -232,8 +238,10 @@ class VllmEngine:
             gc.collect()
             if "vllm" in sys.modules:
                 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+                from vllm.platforms import interface
 
                 cleanup_dist_env_and_memory()
+                interface._assigned_physical_gpu_ids = None  # else it refuses the next engine any other GPU
         self._folder.cleanup()
 
 
@@ -261,8 +269,11 @@ def _repack_tied(model: torch.nn.Module) -> None:
 def _parameters(**values: Any) -> Any:
     """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     try:
+        if isinstance(values.get("structured_outputs"), dict):
+            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
         return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
     except TypeError as error:
         raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error

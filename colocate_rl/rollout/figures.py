@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from colocate_rl.balance import imbalance
+from colocate_rl.balance import deal, imbalance
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.rollout.advantages import ScoredGroups
+from colocate_rl.rollout.advantages import NO_SPREAD, ScoredGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,30 @@ def log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Tens
     totals = groups.rewards[~groups.rewards.isnan()]
     metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan), weight)
     metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0), weight)
-    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean(), weight)
+    metrics.mean("frac_reward_zero_std", (groups.group_std < NO_SPREAD).double().mean(), weight)
+
+
+def deal_rows(compared: Compared, room: Sequence[int], loads: Sequence[float] | None = None) -> list[list[int]]:
+    """Deals rows to ranks by their tokens.
+
+    Whole groups are kept together (a packed pass computes their prompt once) where every rank has room for whole ones.
+
+    Args:
+        compared: all ranks' rows.
+        room: rows that each rank takes.
+        loads: tokens that each rank has already.
+
+    Returns:
+        Of each rank, where its rows stand in ``compared``, in order.
+    """
+    tokens = compared.tokens()
+    units: list[list[int]] = group_positions(compared.indices()).tolist()
+    size = len(units[0])
+    if any(rows % size for rows in room):
+        units, size = [[row] for row in range(len(tokens))], 1
+    costs = [sum(tokens[row] for row in unit) for unit in units]
+    parts = deal(costs, [rows // size for rows in room], loads)
+    return [sorted(row for unit in part for row in units[unit]) for part in parts]
 
 
 def log_deal(metrics: MetricBuffer, compared: Compared, dealt: Sequence[float]) -> None:

@@ -208,7 +208,8 @@ class Generator:
         for engine, parts in enumerate(pending.answered):
             start, end = spans[self._placement.host_of(engine)][0].tolist()
             tokens = _num_tokens(parts, pending)
-            stats.append(EngineStats(engine, len(parts), tokens, Span(start, end), in_order[engine]))
+            spans_of = (Span(start, end),) if parts else ()
+            stats.append(EngineStats(engine, len(parts), tokens, end - start, spans_of, in_order[engine]))
         return pending.rows(list(zip(pending.prompts, pending.first_copy, strict=True))), stats
 
     def generate(

@@ -32,15 +32,27 @@ class EngineStats:
     num_prompts: int
     num_tokens: int
     """Sampled tokens."""
-    span: Span
+    seconds: float
+    spans: tuple[Span, ...] = ()
     """When it generated."""
-    num_tokens_in_order: int
+    num_tokens_in_order: int = 0
     """What it would have sampled, had groups been cut into slices as they came instead of dealt."""
 
-    @property
-    def seconds(self) -> float:
-        """How long it generated."""
-        return self.span.seconds
+
+def joined_stats(calls: Sequence[Sequence[EngineStats]]) -> list[EngineStats]:
+    """What each engine did in several calls together."""
+    joined: dict[int, EngineStats] = {}
+    for stat in (stat for stats in calls for stat in stats):
+        known = joined.get(stat.engine, EngineStats(stat.engine, 0, 0, 0.0))
+        joined[stat.engine] = EngineStats(
+            stat.engine,
+            known.num_prompts + stat.num_prompts,
+            known.num_tokens + stat.num_tokens,
+            known.seconds + stat.seconds,
+            (*known.spans, *stat.spans),
+            known.num_tokens_in_order + stat.num_tokens_in_order,
+        )
+    return list(joined.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class RolloutBatch:
     attention_mask: torch.Tensor
     """bool [B, T]: True on prompt and completion."""
     completion_mask: torch.Tensor
-    """bool [B, T]: True on tokens that an engine sampled."""
+    """bool [B, T]: True on tokens that an engine sampled, so not on what tools wrote in between."""
     loss_mask: torch.Tensor
     """bool [B, T]: completion_mask without rows left out of the loss (mask_truncated_completions)."""
     sampling_logprobs: torch.Tensor
@@ -102,7 +114,8 @@ class RolloutBatch:
             start = len(prompt)
             input_ids[row, :length] = torch.tensor([*prompt, *completion.token_ids], dtype=torch.int64)
             attention_mask[row, :length] = True
-            completion_mask[row, start:length] = True
+            sampled = True if completion.sampled is None else torch.tensor(completion.sampled, dtype=torch.bool)
+            completion_mask[row, start:length] = sampled
             sampling_logprobs[row, start:length] = torch.tensor(completion.sampling_logprobs, dtype=torch.float32)
         kept = torch.tensor(list(keep), dtype=torch.bool)[:, None]
         return cls(

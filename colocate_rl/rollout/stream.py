@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from colocate_rl.balance import deal
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout import figures
 from colocate_rl.rollout.collect import Answered, Begun, Rollout, Scored
 from colocate_rl.rollout.figures import Compared
+from colocate_rl.rollout.generate import Pending
 from colocate_rl.rollout.records import RolloutBatch
 
 POLL_S = 0.01
@@ -57,7 +57,9 @@ class Stream:
 
     def rounds(self) -> Iterator[Arrived]:
         """Every round in which rows have arrived anywhere; all ranks must go through all of them together."""
-        while not self._begun.pending.is_whole:
+        pending = self._begun.pending
+        assert isinstance(pending, Pending)
+        while not pending.is_whole:
             answered = self._rollout.poll(self._begun, POLL_S)
             if answered.prompts:
                 yield self._take(answered)
@@ -72,14 +74,15 @@ class Stream:
         return answered, Scored.joined(self._scored)
 
     def _take(self, answered: Answered) -> Arrived:
-        scored, compared = self._rollout.compare(answered, self._metrics, trainer_state=self._trainer_state)
+        rated = self._rollout.rate(answered, self._metrics, trainer_state=self._trainer_state)
+        scored, compared = self._rollout.compare(rated)
         self._scored.append(scored)
         self._compared.append(compared)
         if not self._rollout.settings.deal_rows:
-            return Arrived(self._rollout.batch(answered, compared, compared.rows_of(self._rank)), answered.places)
+            return Arrived(self._rollout.own(scored), answered.places)
         tokens = compared.tokens()
-        parts = deal(tokens, self._room, self._loads)
+        parts = figures.deal_rows(compared, self._room, self._loads)
         for rank, part in enumerate(parts):
             self._room[rank] -= len(part)
             self._loads[rank] += sum(tokens[row] for row in part)
-        return Arrived(self._rollout.batch(answered, compared, parts[self._rank]), [])
+        return Arrived(self._rollout.dealt(answered, compared, parts[self._rank]), [])

@@ -1,8 +1,8 @@
 """An optimizer step whose rows come bit by bit: passes run as soon as there is something to run; the gradient is exact.
 
 A pass adds sum_i w_i dL_i/dtheta to the gradient, where the weight w_i of a row is 1 over a denominator of its loss
-type (:data:`colocate_rl.training.losses.DENOMINATORS`). Where it is a number of rows it is known before anything is
-generated. Where it is the tokens of the slice, rows wait for their slice. Where it is the tokens of the generation
+type (:data:`colocate_rl.training.aggregation.DENOMINATORS`). Where it is a number of rows it is known before anything
+is generated. Where it is the tokens of the slice, rows wait for their slice. Where it is the tokens of the generation
 batch, passes divide by an estimate e; once the true number t is known the gradient so far is multiplied by e / t, and
 only the last pass, which is held back until then, divides by t itself. The last pass is also the only one that reduces
 gradients over ranks, so ranks may run different numbers of passes.
@@ -17,8 +17,8 @@ from torch import nn
 
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.training.aggregation import DENOMINATORS, SliceSize
 from colocate_rl.training.logprobs import through_wrapper
-from colocate_rl.training.losses import DENOMINATORS, SliceSize
 from colocate_rl.training.objective import Objective
 
 
@@ -140,12 +140,14 @@ class Passes:
         return [number for number, places in enumerate(self._slices) if self._waiting.keys() >= set(places)]
 
     def _cut(self, batch: RolloutBatch, number: int) -> None:
-        """Into passes of at most as many tokens as are allowed, or as many rows as a slice has: rows of like length."""
+        """Into passes of at most as many tokens as are allowed, or as many rows as a slice has."""
         whole = SliceSize(self._rows_per_slice, batch.loss_mask.sum().to(self._runner.device))
         if self._objective.max_tokens is not None:
             chosen = self._objective.micro_batches(batch)
         else:
-            order = batch.attention_mask.sum(1).argsort(descending=True, stable=True).tolist()
+            order = list(range(batch.num_rows))
+            if not self._objective.packed:  # rows of like length have little padding
+                order = batch.attention_mask.sum(1).argsort(descending=True, stable=True).tolist()
             size = self._rows_per_slice
             chosen = [order[start : start + size] for start in range(0, len(order), size)]
         for rows in chosen:

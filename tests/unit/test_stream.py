@@ -12,7 +12,7 @@ import torch
 from colocate_rl import GRPOConfig, GRPOTrainer, engines, options
 from colocate_rl.engine.protocol import Completion, SamplingSpec, Span, Work
 from colocate_rl.errors import ConfigError, EngineError
-from colocate_rl.training import losses
+from colocate_rl.training import aggregation
 from tests.tiny import tiny_model
 from tests.unit.test_padding_free_run import LengthyEngine, run  # noqa: F401 - a fixture
 
@@ -56,6 +56,10 @@ class TricklingEngine(LengthyEngine):
         {"loss_type": "grpo"},
         {"loss_type": "dr_grpo"},
         {"loss_type": "bnpo"},
+        {"loss_type": "cispo"},
+        {"loss_type": "sapo"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "vespo", "num_iterations": 1},
         {"loss_type": "dapo", "max_tokens_per_micro_batch": 48},
         {"loss_type": "bnpo", "max_tokens_per_micro_batch": 48, "num_iterations": 1},
         {"loss_type": "dapo", "gradient_accumulation_steps": 1, "per_device_train_batch_size": 16},
@@ -94,7 +98,11 @@ def test_gradient_and_figures_are_those_of_none(
     [
         ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, "steps_per_generation=4 must be"),
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
-        ({"scale_rewards": "batch"}, "scale_rewards='batch' divides by"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch' needs all rewards"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "needs all rewards"),
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2 needs the entropies"),
+        ({"entropy_coef": 0.1}, "entropy_coef=0.1 needs the tokens"),
+        ({"dynamic_sampling": True}, "dynamic_sampling"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
@@ -103,7 +111,7 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path, settings: dict[str, 
 
 
 def test_every_loss_says_what_it_divides_by() -> None:
-    assert losses.DENOMINATORS.keys() == losses.AGGREGATIONS.keys() == set(options.choices(options.LossType))
+    assert aggregation.DENOMINATORS.keys() == aggregation.AGGREGATIONS.keys() == set(options.choices(options.LossType))
 
 
 class StumblingEngine(TricklingEngine):
