@@ -51,7 +51,8 @@ def repeated(action: Callable[[], object], devices: tuple[int, ...], count: int)
 
 def build_engine(config: Any, device: int) -> Any:
     """One engine with dummy weights and a small cache."""
-    from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+    from colocate_rl.engine.spec import EngineSpec
+    from colocate_rl.engine.vllm_engine import VllmEngine
     from colocate_rl.engines import checkpoint_shapes
 
     return VllmEngine(

@@ -224,7 +224,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""
-        if self.overlap == "none":
+        if self.overlap == "stream":
+            self._check_stream()
+        if self.overlap != "one_step":
             return
         steps, rest = divmod(self.micro_batches_per_rollout, self.gradient_accumulation_steps)
         steps += 2 if rest else 0  # a batch may begin within a step, and an epoch may end with a short one
@@ -237,6 +239,31 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 f"that. Raise it, or use each "
                 "generation batch for fewer steps."
             )
+
+    def _check_stream(self) -> None:
+        """Rows arrive in no known order, so all that arrive must belong to one optimizer step."""
+        if self.steps_per_generation != self.gradient_accumulation_steps:
+            raise ConfigError(
+                f"overlap='stream' trains a generation batch as it comes, in one optimizer step, so "
+                f"steps_per_generation={self.steps_per_generation} must be "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}. Make them equal, or choose another "
+                "overlap."
+            )
+        for name, is_off, needed in (
+            ("scale_rewards", self.scale_rewards != "batch", "all rewards of the batch"),
+            (
+                "multi_objective_aggregation",
+                self.multi_objective_aggregation != "normalize_then_sum",
+                "all rewards of the batch",
+            ),
+            ("top_entropy_quantile", self.top_entropy_quantile >= 1, "the entropies of a whole slice"),
+            ("entropy_coef", self.entropy_coef == 0.0 and not self.use_adaptive_entropy, "the tokens of a whole slice"),
+        ):
+            if not is_off:
+                raise ConfigError(
+                    f"overlap='stream' trains a group while others are generated, but {name}={getattr(self, name)!r} "
+                    f"needs {needed}, known only at its end. Change it, or choose another overlap."
+                )
 
     def _resolve_batches(self) -> None:
         per_step = self.per_device_train_batch_size * self.world_size

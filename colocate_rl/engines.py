@@ -17,8 +17,9 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Engine
+from colocate_rl.engine.spec import EngineSpec
 from colocate_rl.engine.transformers_engine import TransformersEngine
-from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.placement import Placement, Shard, split_evenly
 
@@ -199,7 +200,7 @@ def _engine_spec(
     ports: Sequence[int | None],
 ) -> EngineSpec:
     on_gpu = args.device.type == "cuda"
-    num_seqs = args.vllm_max_num_seqs or _default_num_seqs(args, placement)
+    num_seqs = _num_seqs(args, placement)
     kv_cache = None
     named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & _json_dict(args.vllm_engine_kwargs).keys()
     if (
@@ -256,6 +257,21 @@ def kv_cache_bytes(
     per_token = 2 * int(text.num_hidden_layers) * max(1, kv_heads // tensor_parallel_size) * head_size * value_bytes
     wanted = int(1.25 * per_token * num_tokens)
     return wanted if wanted <= device_bytes // 2 else None
+
+
+def shared_capacity(args: GRPOConfig, placement: Placement) -> int | None:
+    """Completions that an engine decodes at once, beyond which engines may take work from each other.
+
+    None for engines of several shards: all shards of an engine must get the same prompts in the same order.
+    """
+    if placement.tensor_parallel_size > 1:
+        return None
+    return _num_seqs(args, placement)
+
+
+def _num_seqs(args: GRPOConfig, placement: Placement) -> int:
+    """``vllm_max_num_seqs``, by default an engine's share of the generation batch."""
+    return args.vllm_max_num_seqs or _default_num_seqs(args, placement)
 
 
 def _default_num_seqs(args: GRPOConfig, placement: Placement) -> int:

@@ -14,7 +14,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
-Overlap = Literal["none", "one_step"]
+Overlap = Literal["none", "stream", "one_step"]
 ModelImplementation = Literal["vllm", "transformers"]
 
 SUPPORTED_VLLM = ("0.24", "0.33")
@@ -75,7 +75,8 @@ class GRPOOptions:
     )
     vllm_max_num_seqs: int | None = _setting(
         None,
-        "Most completions an engine decodes at once. None: an engine's share of the generation batch, at most 1024.",
+        "Most completions an engine decodes at once; the others wait, and go to whichever engine has room first. "
+        "None: an engine's share of the generation batch, at most 1024.",
     )
     vllm_dtype: str | None = _setting(
         None, "Number type of the engine's weights (float32, bfloat16, float16). None: the type the policy computes in."
@@ -108,9 +109,10 @@ class GRPOOptions:
     )
     overlap: str = _setting(
         "none",
-        "none: ranks wait while engines generate, and the other way round. one_step: engines generate the next batch, "
-        "with the weights of before the update, while ranks train on the last one; each engine then lives in a child "
-        "process of its rank.",
+        "none: ranks wait while engines generate, and the other way round. stream: groups that are finished are "
+        "trained while the others are generated; the gradient is that of none. one_step: engines generate the next "
+        "batch, with the weights of before the update, while ranks train on the last one. With both each engine lives "
+        "in a child process of its rank.",
     )
     max_staleness: int = _setting(
         1,
@@ -320,6 +322,11 @@ class GRPOOptions:
     )
     num_completions_to_print: int | None = _setting(None, "Rows of that table (random sample). None: all; 0: none.")
     log_unique_prompts: bool = _setting(False, "Keep only the first completion of each prompt in that table.")
+    log_timeline: bool = _setting(
+        False,
+        "Append when each rank and engine did what to timeline.jsonl in the output folder, one object per phase; "
+        "seconds of the machine's monotonic clock.",
+    )
     log_reward_trace: bool = _setting(
         False,
         "Append each prompt's rewards, by function and completion, to rewards.jsonl in the output folder, to follow a "

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.engine.vllm_engine import vllm_version
+from colocate_rl.engine.spec import vllm_version
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
@@ -77,7 +77,13 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
         config = policies.load_config(model, init_kwargs, trust_remote_code=args.trust_remote_code)
     else:
         config = model.config
-    router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs)
+    router = router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs)
+    if router is not None and args.overlap == "stream":
+        raise ConfigError(
+            f"overlap='stream' trains a group while others are generated, but the load-balancing loss of "
+            f"{type(config).__name__} (weight {router.weight}) needs the experts of a whole slice. Set "
+            "router_aux_loss_coef=0, or choose another overlap."
+        )
     if tokenizer is None:
         name = model if isinstance(model, str) else config._name_or_path
         tokenizer = policies.load_tokenizer(name, init_kwargs, trust_remote_code=args.trust_remote_code)

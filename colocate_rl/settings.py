@@ -14,6 +14,7 @@ from colocate_rl.engine.protocol import SamplingSpec
 from colocate_rl.errors import ConfigError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
+from colocate_rl.training.aggregation import DENOMINATORS
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.memory import estimate_step
 from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
@@ -122,6 +123,7 @@ def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[i
         multi_objective_aggregation=args.multi_objective_aggregation,
         mask_truncated_completions=args.mask_truncated_completions,
         pass_columns=not args.remove_unused_columns,
+        deal_rows=DENOMINATORS[args.loss_type] != "slice tokens",
     )
 
 

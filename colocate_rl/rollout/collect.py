@@ -11,7 +11,9 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.advantages import NO_SPREAD, ScoredGroups, score_groups
+from colocate_rl.rollout import figures
+from colocate_rl.rollout.advantages import ScoredGroups, score_groups
+from colocate_rl.rollout.figures import Compared
 from colocate_rl.rollout.generate import Generator, Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
@@ -32,6 +34,8 @@ class RolloutSettings:
     mask_truncated_completions: bool = False
     pass_columns: bool = True
     """Give every column but the prompt to the reward functions."""
+    deal_rows: bool = False
+    """Train rows on the ranks that make tokens even, equally many on each; False: on those that asked for them."""
 
 
 @dataclass(slots=True)
@@ -49,6 +53,23 @@ class Scored:
     """float32 [n]."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions added with ``log_extra``."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Scored"]) -> "Scored":
+        """The rows of all parts; None where a part lacks an extra column."""
+        names = dict.fromkeys(name for part in parts for name in part.extras)
+        return cls(
+            [row for part in parts for row in part.rows],
+            [ids for part in parts for ids in part.prompt_ids],
+            [completion for part in parts for completion in part.completions],
+            [text for part in parts for text in part.texts],
+            torch.cat([part.rewards for part in parts]),
+            torch.cat([part.advantages for part in parts]),
+            {
+                name: [value for part in parts for value in part.extras.get(name, [None] * len(part.rows))]
+                for name in names
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,12 @@ class Answered:
     """Further arguments of the reward functions."""
     figures: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Further figures for the log: this rank's numerator and denominator."""
+    places: list[int] = field(default_factory=list)
+    """Of the rows among all rows of this rank's generation batch, where they are not all of them."""
+    prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Token ids of all ranks' prompts, by index; empty where completions are no longer the engines' first answers."""
+    everyone: Mapping[tuple[int, int], Completion] = field(default_factory=dict)
+    """All ranks' completions, by prompt index and copy; copies are counted in the order of ranks and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +192,39 @@ class Rollout:
         if isinstance(pending, Answered):
             return pending
         with self._clock.phase("generate"):
-            answers, stats = self._generator.finish(pending)
-            by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(pending.prompts, answers, strict=True)}
-            prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in begun.rows]
-            completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
-            answered = Answered(begun.rows, prompt_ids, completions, stats)
+            _, stats = self._generator.finish(pending)
+            answered = self._answered(begun.rows, pending, range(len(pending.groups)), stats)
             if self._further is None:
                 return answered
             first = {p.index: itertools.count(n) for p, n in zip(pending.prompts, pending.first_copy, strict=True)}
             copies = [next(first[row[PROMPT_INDEX]]) for row in begun.rows]
             return self._further(Asked(answered, copies, pending.policy_version, begun.seed))
+
+    def poll(self, begun: Begun, timeout_s: float) -> Answered:
+        """This rank's rows of the groups that have become whole since the last call; every rank must call it."""
+        assert isinstance(begun.pending, Pending)
+        with self._clock.phase("generate"):
+            whole = self._generator.poll(begun.pending, timeout_s)
+            return self._answered(begun.rows, begun.pending, whole, [])
+
+    @staticmethod
+    def _answered(
+        all_rows: Sequence[Row], pending: Pending, groups: Sequence[int], stats: list[EngineStats]
+    ) -> Answered:
+        prompts = {pending.groups[group].index: pending.groups[group].token_ids for group in groups}
+        mine = [
+            (prompt, first)
+            for prompt, first in zip(pending.prompts, pending.first_copy, strict=True)
+            if prompt.index in prompts
+        ]
+        answers = {prompt.index: iter(a) for (prompt, _), a in zip(mine, pending.rows(mine), strict=True)}
+        places = [place for place, row in enumerate(all_rows) if row[PROMPT_INDEX] in prompts]
+        rows = [all_rows[place] for place in places]
+        completions = [next(answers[row[PROMPT_INDEX]]) for row in rows]
+        prompt_ids = [prompts[row[PROMPT_INDEX]] for row in rows]
+        return Answered(
+            rows, prompt_ids, completions, stats, places=places, prompts=prompts, everyone=pending.completions
+        )
 
     def rate(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> Rated:
         """Asks the reward functions about this rank's completions.
@@ -215,22 +265,68 @@ class Rollout:
             metrics: receives the figures of the rollout.
 
         Returns:
-            The scored rows, and the padded batch (on the CPU, rows in order).
+            The scored rows, and the padded batch of rows to train on (on the CPU).
         """
-        answered, completions = rated.answered, rated.answered.completions
+        scored, compared = self.compare(rated)
+        self.log(compared, metrics)
+        mine = compared.rows_of(self._collectives.rank)
+        if not (self.settings.deal_rows and rated.answered.everyone):
+            return scored, self.own(scored)
+        parts = figures.deal_rows(compared, [len(mine)] * self._collectives.world_size)
+        tokens = compared.tokens()
+        figures.log_deal(metrics, compared, [sum(tokens[row] for row in part) for part in parts])
+        return scored, self.dealt(rated.answered, compared, parts[self._collectives.rank])
+
+    def compare(self, rated: Rated) -> tuple[Scored, Compared]:
+        """This rank's scored rows, and all ranks' advantages; the groups must be whole."""
+        answered = rated.answered
         with self._clock.phase("score"):
-            advantages = self._compare(answered.rows, answered.prompt_ids, completions, rated.rewards, metrics)
+            compared = self._compare(answered, rated.rewards)
+        mine = compared.rows_of(self._collectives.rank)
+        advantages = compared.advantages[mine.start : mine.stop]
         scored = Scored(
-            answered.rows, answered.prompt_ids, completions, rated.texts, rated.rewards, advantages, rated.extras
-        )
-        batch = RolloutBatch.from_rows(
+            answered.rows,
             answered.prompt_ids,
+            answered.completions,
+            rated.texts,
+            rated.rewards,
+            advantages,
+            rated.extras,
+        )
+        return scored, compared
+
+    def log(self, compared: Compared, metrics: MetricBuffer) -> None:
+        """Adds the figures of a whole generation batch."""
+        figures.log_lengths(metrics, compared)
+        positions = figures.group_positions(compared.indices())
+        figures.log_rewards(metrics, self.rewards.names, compared.rewards, self._groups(compared.rewards[positions]))
+
+    def dealt(self, answered: Answered, compared: Compared, chosen: Sequence[int]) -> RolloutBatch:
+        """The chosen ones of all ranks' rows as a padded batch on the CPU."""
+        indices = compared.indices()
+        copies: dict[int, int] = {}
+        keys = []
+        for index in indices:
+            copies[index] = copies.get(index, -1) + 1
+            keys.append((index, copies[index]))
+        prompts = [answered.prompts[indices[row]] for row in chosen]
+        completions = [answered.everyone[keys[row]] for row in chosen]
+        return self._batch(prompts, completions, compared.advantages[list(chosen)])
+
+    def own(self, scored: Scored) -> RolloutBatch:
+        """This rank's rows as a padded batch on the CPU."""
+        return self._batch(scored.prompt_ids, scored.completions, scored.advantages)
+
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], advantages: torch.Tensor
+    ) -> RolloutBatch:
+        return RolloutBatch.from_rows(
+            prompts,
             completions,
-            scored.advantages,
+            advantages,
             keep=[not (self.settings.mask_truncated_completions and c.finish_reason != "stop") for c in completions],
             pad_token_id=self.settings.pad_token_id,
         )
-        return scored, batch
 
     def collect(
         self,
@@ -275,54 +371,37 @@ class Rollout:
         names = [name for name in rows[0] if name not in ("prompt", PROMPT_INDEX, "completion", "completion_ids")]
         return {name: [row[name] for row in rows] for name in names}
 
-    def _compare(
-        self,
-        rows: Sequence[Row],
-        prompt_ids: Sequence[tuple[int, ...]],
-        completions: Sequence[Completion],
-        rewards: torch.Tensor,
-        metrics: MetricBuffer,
-    ) -> torch.Tensor:
-        """Advantages of this rank's rows, from all ranks' rewards; and the figures made of them."""
+    def _compare(self, answered: Answered, rewards: torch.Tensor) -> Compared:
+        """Advantages of all ranks' rows, from all ranks' rewards."""
         facts = torch.tensor(
             [
                 [row[PROMPT_INDEX], len(ids), completion.num_sampled, completion.finish_reason == "stop"]
-                for row, ids, completion in zip(rows, prompt_ids, completions, strict=True)
+                for row, ids, completion in zip(answered.rows, answered.prompt_ids, answered.completions, strict=True)
             ],
             dtype=torch.float64,
         ).view(-1, 4)
         parts = self._collectives.gather_ragged(torch.cat([facts, rewards.to(torch.float64)], dim=1))
         table = torch.cat(parts)
-        columns = group_positions(table[:, 0].long().tolist())
+        positions = figures.group_positions(table[:, 0].long().tolist())
         all_rewards = table[:, 4:].float()
-        groups = score_groups(
-            all_rewards[columns],
+        advantages = torch.zeros(len(table))
+        advantages[positions.view(-1)] = self._groups(all_rewards[positions]).advantages.view(-1)
+        return Compared(table[:, :4], all_rewards, advantages, [len(part) for part in parts])
+
+    def _groups(self, rewards: torch.Tensor) -> ScoredGroups:
+        """Rewards [P, G, F] of whole groups, compared."""
+        return score_groups(
+            rewards,
             self.rewards.weights,
             aggregation=self.settings.multi_objective_aggregation,
             scale_rewards=self.settings.scale_rewards,
         )
-        advantages = torch.zeros(len(table))
-        advantages[columns.view(-1)] = groups.advantages.view(-1)
-        _log_lengths(metrics, table[:, 1], table[:, 2], table[:, 3].bool())
-        _log_rewards(metrics, self.rewards.names, all_rewards, groups)
-        start = sum(len(part) for part in parts[: self._collectives.rank])
-        return advantages[start : start + len(rows)]
-
-
-def group_positions(indices: Sequence[int]) -> torch.Tensor:
-    """Where the members of each group stand: int64 [P, G] positions in ``indices``, groups in order of appearance."""
-    positions: dict[int, list[int]] = {}
-    for position, index in enumerate(indices):
-        positions.setdefault(index, []).append(position)
-    sizes = {len(members) for members in positions.values()}
-    assert len(sizes) == 1, f"groups of different sizes {sizes} in one generation batch"
-    return torch.tensor(list(positions.values()), dtype=torch.int64)
 
 
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
     r"staleness|policy_loss|entropy_coef|aux_loss|cispo_clip_ratio)$|"
-    r"(completions|prompts|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|tools|vespo)/|eval_"
+    r"(balance|completions|prompts|rank|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|tools|vespo)/|eval_"
 )
 """Names of the trainer's own figures."""
 
@@ -345,28 +424,3 @@ def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str,
         extras[column] = list(values)
 
     return log_extra
-
-
-def _log_lengths(
-    metrics: MetricBuffer, prompt_lengths: torch.Tensor, lengths: torch.Tensor, terminated: torch.Tensor
-) -> None:
-    weight = len(lengths)
-    ended = lengths[terminated] if bool(terminated.any()) else torch.zeros(1, dtype=torch.float64)
-    for name, values in (("length", lengths), ("terminated_length", ended)):
-        metrics.mean(f"completions/mean_{name}", values.mean(), weight)
-        metrics.mean(f"completions/min_{name}", values.min(), weight)
-        metrics.mean(f"completions/max_{name}", values.max(), weight)
-    metrics.mean("completions/clipped_ratio", (~terminated).double().mean(), weight)
-    metrics.mean("prompts/mean_length", prompt_lengths.mean(), weight)
-
-
-def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Tensor, groups: ScoredGroups) -> None:
-    weight = len(rewards)
-    for name, column in zip(names, rewards.unbind(-1), strict=True):
-        known = column[~column.isnan()]
-        metrics.mean(f"rewards/{name}/mean", known.mean() if len(known) else torch.tensor(torch.nan), weight)
-        metrics.mean(f"rewards/{name}/std", known.std() if len(known) > 1 else torch.tensor(0.0), weight)
-    totals = groups.rewards[~groups.rewards.isnan()]
-    metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan), weight)
-    metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0), weight)
-    metrics.mean("frac_reward_zero_std", (groups.group_std < NO_SPREAD).double().mean(), weight)

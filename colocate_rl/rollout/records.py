@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colocate_rl.engine.protocol import Completion
+from colocate_rl.engine.protocol import Completion, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class EngineStats:
     num_tokens: int
     """Sampled tokens."""
     seconds: float
+    spans: tuple[Span, ...] = ()
+    """When it generated."""
+    num_tokens_in_order: int = 0
+    """What it would have sampled, had groups been cut into slices as they came instead of dealt."""
 
 
 def joined_stats(calls: Sequence[Sequence[EngineStats]]) -> list[EngineStats]:
@@ -45,6 +49,8 @@ def joined_stats(calls: Sequence[Sequence[EngineStats]]) -> list[EngineStats]:
             known.num_prompts + stat.num_prompts,
             known.num_tokens + stat.num_tokens,
             known.seconds + stat.seconds,
+            (*known.spans, *stat.spans),
+            known.num_tokens_in_order + stat.num_tokens_in_order,
         )
     return list(joined.values())
 
@@ -120,6 +126,18 @@ class RolloutBatch:
             sampling_logprobs=sampling_logprobs,
             advantages=advantages.to(torch.float32),
         )
+
+    @classmethod
+    def joined(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """The rows of several batches, one batch after the other; what one of them lacks, all must lack."""
+        width = max(batch.input_ids.shape[1] for batch in batches)
+        columns: dict[str, Any] = {}
+        for item in fields(cls):
+            values = [getattr(batch, item.name) for batch in batches]
+            if values[0] is not None and values[0].ndim == 2:
+                values = [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
+            columns[item.name] = None if values[0] is None else torch.cat(values)
+        return cls(**columns)
 
     @property
     def num_rows(self) -> int:

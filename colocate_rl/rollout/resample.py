@@ -13,7 +13,8 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.advantages import NO_SPREAD, group_advantages, weighted_sum
-from colocate_rl.rollout.collect import Answered, Rated, Row, group_positions
+from colocate_rl.rollout.collect import Answered, Rated, Row
+from colocate_rl.rollout.figures import group_positions
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 
 Ask = Callable[[Sequence[Row]], Rated]

@@ -6,6 +6,7 @@ Dr. GRPO (Liu et al. 2025, 2503.20783), LUSPO (2602.05261).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -62,3 +63,19 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "vespo": _sum_over_batch_tokens,
 }
 """One per ``loss_type``: token losses [B, T] and their mask to a scalar."""
+Denominator = Literal["rows", "slice tokens", "batch tokens"]
+DENOMINATORS: dict[str, Denominator] = {
+    "grpo": "rows",
+    "bnpo": "slice tokens",
+    "dr_grpo": "rows",
+    "dapo": "batch tokens",
+    "cispo": "batch tokens",
+    "sapo": "rows",
+    "luspo": "rows",
+    "vespo": "batch tokens",
+}
+"""What each of them divides by, beside what is known of a row alone: it decides when a row can be trained, and where.
+
+``rows``: by a number that is fixed beforehand; ``batch tokens``: by one number for the whole generation batch. Rows of
+these may be trained by any rank, in any order. ``slice tokens``: by the tokens of the slice on its rank.
+"""

@@ -98,7 +98,7 @@ def completion_statistics(
             return TokenStatistics(logprobs, entropy)
         return TokenStatistics(logprobs, entropy, router_load(output.router_logits, num_holders, experts_per_token))
 
-    return _through_wrapper(wrapper, policy, batch.input_ids, compute)
+    return through_wrapper(wrapper, policy, batch.input_ids, compute)
 
 
 def _decoder(model: nn.Module) -> Any:
@@ -125,7 +125,7 @@ def _packed_states(
     return output.last_hidden_state[0][rows.predictors], output, rows.num_holders()
 
 
-def _through_wrapper(
+def through_wrapper(
     wrapper: nn.Module, policy: nn.Module, inputs: torch.Tensor, function: Callable[[nn.Module], Result]
 ) -> Result:
     """Runs ``function(policy)`` as the forward pass of ``wrapper``, so that its hooks (gradient reduction) take part.

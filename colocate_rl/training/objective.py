@@ -152,6 +152,33 @@ class Objective:
             metrics.share("aux_loss", current.balance_loss * num_rows, num_rows)
         return total, logprobs
 
+    def part_loss(
+        self,
+        wrapper: nn.Module,
+        policy: nn.Module,
+        batch: RolloutBatch,
+        tokens_per_slice: float,
+        whole: SliceSize,
+        metrics: MetricBuffer,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What one forward pass over some rows adds to the policy loss of their slice, and their log-probabilities.
+
+        Nothing is looked up ahead in the slice, so there must be no selection, bonus or router.
+
+        Args:
+            wrapper: the policy as the trainer wrapped it, or the policy itself.
+            policy: the causal language model inside.
+            batch: the rows, on the policy's device.
+            tokens_per_slice: see :func:`grpo_loss`.
+            whole: size of the slice that the rows belong to.
+            metrics: takes the figures of the update.
+        """
+        assert self.selection is None
+        assert self.bonus is None
+        assert self.router is None
+        current = _Slice(tokens_per_slice, whole, metrics, is_training=True)
+        return self._micro_batch_loss(wrapper, policy, batch, list(range(batch.num_rows)), current)
+
     def _micro_batch_loss(
         self, wrapper: nn.Module, policy: nn.Module, batch: RolloutBatch, rows: list[int], current: "_Slice"
     ) -> tuple[torch.Tensor, torch.Tensor]:

