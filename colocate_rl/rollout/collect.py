@@ -90,6 +90,7 @@ class Answered:
     prompt_ids: list[tuple[int, ...]]
     completions: list[Completion]
     stats: list[EngineStats]
+    """One record per engine and call."""
     texts: list[Any] | None = None
     """What reward functions see, where it is more than the decoded completions: dialogues."""
     columns: Mapping[str, list[Any]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from colocate_rl.errors import ConfigError, PeerError, RolloutError
 from colocate_rl.rollout.collect import Answered, Row
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec
-from colocate_rl.rollout.records import EngineStats, Prompt, joined_stats
+from colocate_rl.rollout.records import EngineStats, Prompt
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 """``rollout_func(prompts, trainer)``, as in TRL."""
@@ -68,16 +68,15 @@ class FreeGenerator:
         self._collectives = collectives
         self._sampling = sampling
         self._seed: int | None = None
-        self._stats: list[list[EngineStats]] = []
+        self._num_calls = 0
+        self.stats: list[EngineStats] = []
+        """What the engines did since the batch began, call by call."""
 
     def begin_batch(self, seed: int | None) -> None:
         """A generation batch begins: seeds of the calls to come derive from ``seed`` and their number."""
         self._seed = seed
-        self._stats = []
-
-    def stats(self) -> list[EngineStats]:
-        """What the engines did since the batch began."""
-        return joined_stats(self._stats)
+        self._num_calls = 0
+        self.stats = []
 
     def __call__(
         self,
@@ -108,9 +107,10 @@ class FreeGenerator:
         counts = self._collectives.gather_objects(len(encoded))
         start = sum(counts[: self._collectives.rank])  # each prompt is a group of its own, named by its place
         mine = [Prompt(start + place, ids, num_generations) for place, ids in enumerate(encoded)]
-        seed = None if self._seed is None else zlib.crc32(f"{self._seed}/call {len(self._stats)}".encode())
+        seed = None if self._seed is None else zlib.crc32(f"{self._seed}/call {self._num_calls}".encode())
         answers, stats = self._generator.generate(mine, sampling, seed)
-        self._stats.append(stats)
+        self._num_calls += 1
+        self.stats += stats
         flat = [(ids, completion) for ids, answer in zip(encoded, answers, strict=True) for completion in answer]
         return {
             "prompt_ids": [list(ids) for ids, _ in flat],
@@ -207,7 +207,7 @@ class CustomRollout:
             prompt_ids.append(tuple(int(token) for token in prompt))
             completions.append(self._completion(ids, logprobs, sampled, policy_version))
         columns = _columns({k: v for k, v in output.items() if k not in (*REQUIRED, "env_mask")}, len(rows))
-        return Answered(list(rows), prompt_ids, completions, self._engines.stats(), columns=columns)
+        return Answered(list(rows), prompt_ids, completions, self._engines.stats, columns=columns)
 
     def _check_row(self, place: int, prompt: list[Any], ids: list[Any], logprobs: list[Any], mask: list[bool]) -> None:
         where = f"rollout_func, completion {place} of this rank"

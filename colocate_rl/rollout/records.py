@@ -26,7 +26,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What one engine did for one generation batch."""
+    """What one engine did in one call."""
 
     engine: int
     num_prompts: int
@@ -37,22 +37,6 @@ class EngineStats:
     """When it generated."""
     num_tokens_in_order: int = 0
     """What it would have sampled, had groups been cut into slices as they came instead of dealt."""
-
-
-def joined_stats(calls: Sequence[Sequence[EngineStats]]) -> list[EngineStats]:
-    """What each engine did in several calls together."""
-    joined: dict[int, EngineStats] = {}
-    for stat in (stat for stats in calls for stat in stats):
-        known = joined.get(stat.engine, EngineStats(stat.engine, 0, 0, 0.0))
-        joined[stat.engine] = EngineStats(
-            stat.engine,
-            known.num_prompts + stat.num_prompts,
-            known.num_tokens + stat.num_tokens,
-            known.seconds + stat.seconds,
-            (*known.spans, *stat.spans),
-            known.num_tokens_in_order + stat.num_tokens_in_order,
-        )
-    return list(joined.values())
 
 
 @dataclass(frozen=True, slots=True)

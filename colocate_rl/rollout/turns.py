@@ -18,7 +18,7 @@ from colocate_rl.rollout.collect import Answered, Asked
 from colocate_rl.rollout.dialogue import Message, ToolFormat, calls_of
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec
-from colocate_rl.rollout.records import EngineStats, Prompt, joined_stats
+from colocate_rl.rollout.records import EngineStats, Prompt
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.tools import ToolBox, ToolResult
 
@@ -98,7 +98,7 @@ class ToolLoop:
         answered = asked.answered
         with self._collectives.failing_together("reading tool calls"):
             dialogues = self._begin(asked)
-        stats = [answered.stats]
+        stats = list(answered.stats)
         waiting = dialogues
         rounds = itertools.count() if self._max_iterations is None else range(self._max_iterations)
         for number in rounds:
@@ -108,13 +108,13 @@ class ToolLoop:
             longest = int(self._collectives.max(torch.tensor([room])))
             if longest == 0:
                 break
-            stats.append(self._go_on(waiting, longest, asked.policy_version, _turn_seed(asked.seed, number)))
+            stats += self._go_on(waiting, longest, asked.policy_version, _turn_seed(asked.seed, number))
         num_calls = sum(dialogue.num_calls for dialogue in dialogues)
         return replace(
             answered,
             completions=[_completion(dialogue, asked.policy_version) for dialogue in dialogues],
             texts=[dialogue.messages for dialogue in dialogues],
-            stats=joined_stats(stats),
+            stats=stats,
             figures={
                 "tools/call_frequency": (num_calls, len(dialogues)),
                 "tools/failure_frequency": (sum(dialogue.num_failures for dialogue in dialogues), num_calls),
