@@ -18,12 +18,6 @@ def as_list(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def stream_loader(args: GRPOConfig, rows: datasets.IterableDataset, collectives: Collectives) -> DataLoader[Row]:
-    """The same of a stream; it yields this rank's rows alone, and has no end."""
-    batches = StreamBatches(_stream_feed(args, rows, collectives), args.micro_batches_per_rollout)
-    return DataLoader(batches, batch_size=None, collate_fn=as_list)  # type: ignore[arg-type]  # its items are lists
-
-
 def _stream_feed(args: GRPOConfig, rows: datasets.IterableDataset, collectives: Collectives) -> StreamFeed:
     assert args.generation_batch_size is not None
     return StreamFeed(
@@ -64,6 +58,12 @@ def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[R
         drop_last=True,
     )
     return loader, sampler
+
+
+def stream_loader(args: GRPOConfig, rows: datasets.IterableDataset, collectives: Collectives) -> DataLoader[Row]:
+    """The loader of a stream; unlike that of :func:`train_loader` it yields this rank's rows alone, and has no end."""
+    batches = StreamBatches(_stream_feed(args, rows, collectives), args.micro_batches_per_rollout)
+    return DataLoader(batches, batch_size=None, collate_fn=as_list)  # type: ignore[arg-type]  # its items are lists
 
 
 def batch_feed(

@@ -13,6 +13,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -26,6 +27,8 @@ from colocate_rl.scoring.worker import PARENT_VARIABLE, Answer, CallFailure
 
 START_S = 120.0
 """Seconds a worker may take to start and import what the functions need."""
+POLL_S = 0.01
+"""Seconds between two looks at calls that shall end."""
 END_S = 30.0
 """Seconds a worker may take to end once its pipe is closed."""
 
@@ -189,7 +192,9 @@ class WorkerPool:
     def close(self) -> None:
         """Ends all workers; may be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self.interrupt()
+        while self._free.qsize() < len(self._workers):  # a call may be starting its worker anew just now
+            self.interrupt()
+            time.sleep(POLL_S)
         self._threads.shutdown(wait=True)
         for worker in self._workers:
             worker.kill()
