@@ -38,6 +38,10 @@ def is_logged(when: str, args: GRPOConfig, *, is_mixture: bool) -> bool:
         "with the correction for the engine's numerics": args.vllm_importance_sampling_correction,
         "`beta` is not 0": args.beta != 0,
         "the policy is a mixture of experts, and `router_aux_loss_coef` (or its own) is not 0": is_mixture,
+        "rows are dealt to ranks by their length: with every loss but bnpo": args.loss_type != "bnpo",
+        "there are several engines; not in evaluation": args.num_vllm_gpus > 1,
+        "with `dynamic_sampling`; not in evaluation": args.dynamic_sampling,
+        "with tools": False,
         "there is an entropy bonus": bonus,
         "there is an entropy bonus; not in evaluation": bonus,
     }
@@ -60,7 +64,8 @@ def expected_names(args: GRPOConfig, *, in_evaluation: bool, is_mixture: bool) -
 
 def simplified(name: str) -> str:
     """The name with the parts that the document leaves open."""
-    return re.sub(r"^time/.*", "time/…", re.sub(r"^engine/\d+/.*", "engine/<e>/…", name))
+    name = re.sub(r"^engine/\d+/.*", "engine/<e>/…", re.sub(r"^rank/\d+/", "rank/<r>/", name))
+    return re.sub(r"^(time|dynamic_sampling|tools)/.*", r"\1/…", name)
 
 
 CASES: list[dict[str, Any]] = [

@@ -416,6 +416,18 @@ def test_what_metrics_read_is_detached() -> None:
     assert output.loss.requires_grad
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_kl_that_is_logged_is_the_one_in_the_loss(level: str, bias: bool) -> None:
+    problem = make_problem()
+    output = computed(make_inputs(problem), make_rules("grpo", level, beta=0.1, bias_correction=bias))
+    assert output.kl is not None
+    for row, token in np.argwhere(problem.mask).tolist():
+        expected = reference.k3(float(problem.policy[row, token]), float(problem.ref[row, token]))
+        expected *= reference.ratio(problem, row, token, level) if bias else 1.0
+        assert output.kl[row, token].item() == pytest.approx(expected)
+
+
 def test_no_kl_and_no_correction_when_switched_off() -> None:
     inputs = dataclasses.replace(make_inputs(make_problem()), ref_logprobs=None)
     output = computed(inputs, make_rules("dapo", "token"))
