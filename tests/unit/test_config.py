@@ -405,6 +405,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "compile_layers": (["False"], False),
     "max_tokens_per_micro_batch": (["4096"], 4096),
     "log_completions": (["True"], True),
+    "log_timeline": (["True"], True),
     "num_completions_to_print": (["0"], 0),
     "log_unique_prompts": (["True"], True),
     "log_reward_trace": (["True"], True),
