@@ -77,6 +77,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
             "old_logprobs": options.OldLogprobs,
             "overlap": options.Overlap,
+            "lora_sync": options.LoraSync,
         }
         for name, literal in allowed.items():
             value = getattr(self, name)

@@ -13,6 +13,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
 Overlap = Literal["none", "one_step"]
+LoraSync = Literal["auto", "merged", "adapter"]
 
 SUPPORTED_VLLM = ("0.24", "0.33")
 """Half-open range of vLLM versions this package is tested with (both ends)."""
@@ -92,6 +93,12 @@ class GRPOOptions:
         None,
         "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. "
         "None: 0.01 when both compute in float32, else 0.2. 0 switches the check off.",
+    )
+    lora_sync: str = _setting(
+        "auto",
+        "How a LoRA adapter reaches the engines. merged: each adapted weight is sent with the adapter merged into a "
+        "copy of it. adapter: only the adapter is sent, into a LoRA slot of the engine, which then computes it beside "
+        "each layer. auto: adapter where the engine can, else merged (DoRA, embeddings, float32 on a GPU).",
     )
     overlap: str = _setting(
         "none",
@@ -227,7 +234,17 @@ OWN_SAMPLING_KEYS = {
 """Keys of ``generation_kwargs`` that have a setting of their own, which the loss reads too."""
 ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind")
 """Keys of ``generation_kwargs`` that decide how completions are read back."""
-ENGINE_OWNED_ARGUMENTS = ("model", "load_format", "logprobs_mode", "skip_tokenizer_init", "device_ids")
+ENGINE_OWNED_ARGUMENTS = (
+    "model",
+    "load_format",
+    "logprobs_mode",
+    "skip_tokenizer_init",
+    "device_ids",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "lora_target_modules",
+)
 """Arguments of ``vllm.LLM`` that the engine's place in the run depends on."""
 
 

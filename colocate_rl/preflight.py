@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.engine.vllm_engine import vllm_version
+from colocate_rl.engine.vllm_api import vllm_version
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from colocate_rl import engines, loaders, preflight, settings
+from colocate_rl import engines, loaders, preflight, senders, settings
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
@@ -33,7 +33,9 @@ from colocate_rl.rollout.rewards import RewardFunction
 from colocate_rl.runlog import RunLog
 from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
 from colocate_rl.sync import WeightSync
+from colocate_rl.training import adapters
 from colocate_rl.training import policy as policies
+from colocate_rl.training.loading import load_models
 from colocate_rl.training.objective import Objective
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,9 @@ class GRPOTrainer(Trainer):
         reward_processing_classes: not supported yet.
         callbacks: as in ``Trainer``.
         optimizers: as in ``Trainer``.
-        quantization_config: not supported yet.
-        peft_config: not supported yet.
+        quantization_config: a ``BitsAndBytesConfig`` for the base weights under an adapter (GPU, model by name).
+        peft_config: a ``LoraConfig``: an adapter is trained, the base weights stay as they are. A ``PeftModel`` as
+            ``model`` goes on training its active adapter.
         tools: not supported yet.
         rollout_func: not supported yet.
         environment_factory: not supported yet.
@@ -85,20 +88,17 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None,
     ) -> None:
         model = str(model) if isinstance(model, Path) else model
-        if not isinstance(model, str) and hasattr(model, "peft_config"):
-            raise ConfigError("GRPOTrainer does not support PEFT models yet. Pass the base model.")
         name = model if isinstance(model, str) else model.config._name_or_path
         args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
         _refuse(
             reward_processing_classes=reward_processing_classes,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
             tools=tools,
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
         self.collectives = Collectives(args.device)
         with self.collectives.failing_together("checking the run"):
+            adapters.check_arguments(model, peft_config, quantization_config, args=args)
             checked = preflight.check_run(
                 args,
                 self.collectives,
@@ -114,9 +114,11 @@ class GRPOTrainer(Trainer):
         self.reward_weights = checked.rewards.weights
         set_seed(args.seed)
         with self.collectives.failing_together("loading the model"):
-            policy, self.ref_model = _load_models(model, args)
+            policy, self.ref_model = load_models(model, args, peft_config, quantization_config)
         longest = int(self.collectives.max(torch.tensor([checked.longest_prompt])))
         settings.decide_checkpointing(args, policy, self.placement, longest)
+        if args.gradient_checkpointing and adapters.has_adapter(policy):
+            policy.enable_input_require_grads()  # else nothing before the first adapter would ask for a gradient
         self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
         pad = policies.pad_token_id(checked.tokenizer)
         policy.config.pad_token_id = pad
@@ -147,8 +149,8 @@ class GRPOTrainer(Trainer):
             autocast=self.accelerator.autocast,
             max_tokens=args.max_tokens_per_micro_batch,
         )
-        models = [model for model in (policy, self.ref_model) if model is not None]
-        self._objective = settings.decide_packing(args, models, with_padding, self.collectives)
+        models = [adapters.causal_lm(model) for model in (policy, self.ref_model) if model is not None]
+        self._objective = settings.decide_packing(args, models, with_padding, self.collectives)  # type: ignore[arg-type]
         self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._evaluated = False
@@ -161,9 +163,10 @@ class GRPOTrainer(Trainer):
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         window = policies.context_window(policy.config, args.vllm_max_model_length)
-        self.engine = engines.build_engine(
-            args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt
-        )
+        with self.collectives.failing_together("choosing how weights reach the engines"):
+            lora = senders.lora_slot(args, policy, engines.engine_dtype(args, dtype))
+        facts = engines.PolicyFacts(policy.config, dtype, window, longest_prompt, lora)
+        self.engine = engines.build_engine(args, self.placement, self.collectives, facts)
         generator = Generator(
             self.placement,
             self.engine,
@@ -188,6 +191,7 @@ class GRPOTrainer(Trainer):
             lambda batch: probe.logprobs(policy, batch),
             vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
             gap_limit=settings.logprob_gap_limit(args, dtype),
+            sender=senders.sender_of(policy, engines.engine_dtype(args, dtype), lora),
         )
         clock, seed = self._log.clock, self._rollout_seed
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
@@ -268,9 +272,16 @@ class GRPOTrainer(Trainer):
             old = batch.sampling_logprobs
         elif turn >= args.gradient_accumulation_steps - self._micro_steps_since_update:
             old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()
-        if self.ref_model is not None:
-            ref = self._objective.logprobs(self.ref_model, batch).cpu()
+        if args.beta != 0.0:
+            ref = self._ref_logprobs(batch)
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
+
+    def _ref_logprobs(self, batch: RolloutBatch) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._objective.logprobs(self.ref_model, batch).cpu()
+        policy = self.accelerator.unwrap_model(self.model)
+        with adapters.reference_weights(policy):
+            return self._objective.logprobs(policy, batch).cpu()
 
     def _note_rollout(self, scored: Scored, batch: RolloutBatch, stats: Sequence[EngineStats]) -> None:
         args = self.args
@@ -340,8 +351,8 @@ class GRPOTrainer(Trainer):
         size = self.args.per_device_eval_batch_size
         for start in range(0, batch.num_rows, size):
             part = batch.rows(range(start, min(start + size, batch.num_rows)))
-            if self.ref_model is not None:
-                part = part.with_logprobs(ref_logprobs=self._objective.logprobs(self.ref_model, part).cpu())
+            if self.args.beta != 0.0:
+                part = part.with_logprobs(ref_logprobs=self._ref_logprobs(part))
             part = part.to(self.args.device)
             with torch.no_grad():
                 loss, _ = self._objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
@@ -475,27 +486,6 @@ def _refuse(**arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise ConfigError(f"GRPOTrainer does not support {', '.join(given)} yet. Remove the argument.")
-
-
-def _load_models(model: str | PreTrainedModel, args: GRPOConfig) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """The policy, and the reference when the KL term is on."""
-    assert not isinstance(args.model_init_kwargs, str)
-    init_kwargs = args.model_init_kwargs or {}
-    trust = args.trust_remote_code
-    name = model if isinstance(model, str) else None
-    policy = model if not isinstance(model, str) else policies.load_policy(model, init_kwargs, trust_remote_code=trust)
-    reference = None
-    if args.beta != 0.0:
-        reference = policies.make_reference(policy, name, init_kwargs, trust_remote_code=trust)
-    for loaded in (policy, reference):
-        if args.disable_dropout and loaded is not None:
-            policies.disable_dropout(loaded)
-    if policies.has_dropout(policy):
-        logger.warning(
-            "The policy has dropout, which stays on while it trains: its log-probabilities then differ from the "
-            "engine's. Set disable_dropout=True to train without."
-        )
-    return policy, reference
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

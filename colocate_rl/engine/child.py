@@ -5,13 +5,14 @@ the kernel kills it when the parent goes (Linux), and a closed pipe ends it ever
 """
 
 import ctypes
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -62,7 +63,7 @@ class Server:
         self._pipe = pipe
         self._lock = threading.Lock()
         self._engine: Any = None
-        self._weights: Any = []
+        self._shared: dict[str, list[tuple[str, Any]]] = {}
 
     def serve(self) -> None:
         """Serves until close."""
@@ -70,7 +71,9 @@ class Server:
         calls: dict[str, Callable[..., Any]] = {
             "build": self._build,
             "share": self._share,
-            "load": self._load,
+            "load": lambda: self._engine.load_weights(self._shared["weights"]),
+            "update": self._update,
+            "adapt": lambda layers: self._engine.load_adapter(layers, self._shared["adapter"][0][1]),
             "generate": self._generate,
             "reseed": lambda seed: self._engine.reseed(seed),
         }
@@ -103,11 +106,15 @@ class Server:
 
         self._engine = VllmEngine(spec)
 
-    def _share(self, manifest: Any) -> None:
-        self._weights = manifest.open()
+    def _share(self, what: str, manifest: Any) -> None:
+        self._shared[what] = manifest.open()
 
-    def _load(self) -> None:
-        self._engine.load_weights(self._weights)
+    def _update(self, parts: Sequence[tuple[str, tuple[int, ...], int]]) -> None:
+        """Takes over tensors that lie one behind another in the shared buffer."""
+        buffer = self._shared["buffer"][0][1]
+        self._engine.update_weights(
+            (name, buffer[start : start + math.prod(shape)].view(shape)) for name, shape, start in parts
+        )
 
     def _generate(self, requests: Any, sampling: Any) -> tuple[Any, float]:
         start = time.perf_counter()

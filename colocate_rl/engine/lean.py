@@ -91,12 +91,15 @@ class LeanGenerator:
         """Why steps stay with vLLM; None: they do not."""
         self._steps = None if self.obstacle else Steps(core)
 
-    def generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], adapter: Any = None
+    ) -> list[list[Completion]]:
         """Completions of every prompt, as ``LLM.generate`` samples them.
 
         Args:
             prompts: token ids of each prompt.
             parameters: ``SamplingParams`` of each prompt, with log-probabilities and without stop strings.
+            adapter: the ``LoRARequest`` of all of them, if any.
         """
         collector = _Collector(self._engine.model_config.max_model_len)
         try:
@@ -104,17 +107,19 @@ class LeanGenerator:
                 replaced(self._engine, "output_processor", collector),
                 self._steps.standing_in(collector.running) if self._steps else contextlib.nullcontext(),
             ):
-                self._run(collector, prompts, parameters)
+                self._run(collector, prompts, parameters, adapter)
         except BaseException:
             forget(self._llm)
             raise
         return [[sequence.completion() for sequence in answer] for answer in collector.answers]
 
-    def _run(self, collector: _Collector, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> None:
+    def _run(
+        self, collector: _Collector, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], adapter: Any
+    ) -> None:
         for prompt, params in zip(prompts, parameters, strict=True):
             collector.answers.append([])
             tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-            self._engine.add_request(str(next(self._llm.request_counter)), tokens, params)
+            self._engine.add_request(str(next(self._llm.request_counter)), tokens, params, lora_request=adapter)
         while collector.running:
             if not self._core.scheduler.requests:
                 raise EngineError(f"the engine lost {len(collector.running)} requests.")

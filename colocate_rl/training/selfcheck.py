@@ -21,7 +21,8 @@ class Agreement:
     logprob_gap: float
     """Mean |difference| of the log-probabilities of completion tokens, in nats."""
     gradient_cosine: float
-    """Between the gradients of the policy's vectors (norms and biases), which reach through every layer."""
+    """Between the gradients of the policy's vectors (norms and biases), which reach through every layer; where only an
+    adapter is trained, of the adapter."""
 
     def shortfall(self, *, exact: bool) -> str | None:
         """What is wrong, or None.
@@ -47,7 +48,8 @@ def compare(model: PreTrainedModel, objective: Objective) -> Agreement:
     model.eval()  # dropout would be another one in each pass
     try:
         batch = _rows(model).to(model.device)
-        vectors = [weight for weight in model.parameters() if weight.ndim == 1 and weight.requires_grad]
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        vectors = [weight for weight in trained if weight.ndim == 1] or trained  # an adapter has matrices only
         (padded, padded_gradient), (packed, packed_gradient) = (
             _pass(model, replace(objective, packed=packed, max_tokens=None), batch, vectors) for packed in (False, True)
         )
