@@ -66,7 +66,8 @@ def build_engine(options: argparse.Namespace) -> Any:
     """An engine for the largest case, with vLLM's dummy weights."""
     import torch
 
-    from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+    from colocate_rl.engine.spec import EngineSpec
+    from colocate_rl.engine.vllm_engine import VllmEngine
 
     on_gpu = torch.cuda.is_available()
     return VllmEngine(

@@ -114,6 +114,9 @@ class BackgroundEngine:
         self._buffer_values = total if self._spec.device is None else min(total, max(*sizes, BUFFER_VALUES))
         self._share("weights", named)
         self._call("load")
+        if self._spec.device is not None and not named[0][1].is_cuda:  # copies made for this call, not the policy's own
+            self._shared.pop("weights").close()
+            self._call("release", "weights")
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`colocate_rl.engine.protocol.LoraEngine.update_weights`.

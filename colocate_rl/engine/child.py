@@ -71,6 +71,7 @@ class Server:
         calls: dict[str, Callable[..., Any]] = {
             "build": self._build,
             "share": self._share,
+            "release": self._release,
             "load": lambda: self._engine.load_weights(self._shared["weights"]),
             "update": self._update,
             "adapt": lambda layers: self._engine.load_adapter(layers, self._shared["adapter"][0][1]),
@@ -108,6 +109,9 @@ class Server:
 
     def _share(self, what: str, manifest: Any) -> None:
         self._shared[what] = manifest.open()
+
+    def _release(self, what: str) -> None:
+        del self._shared[what]
 
     def _update(self, parts: Sequence[tuple[str, tuple[int, ...], int]]) -> None:
         """Takes over tensors that lie one behind another in the shared buffer."""

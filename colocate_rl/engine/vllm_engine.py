@@ -23,7 +23,7 @@ from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, Sampl
 from colocate_rl.engine.spec import EngineSpec, first_group, process_environment, write_model_folder
 from colocate_rl.engine.vllm_api import adapter_request, build_llm, completion_of, leave_groups, sampling_parameters
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
-from colocate_rl.errors import EngineError, WeightSyncError
+from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,12 @@ class VllmEngine:
     def _build(self) -> None:
         spec = self._spec
         write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
-        self._llm = build_llm(_llm_arguments(spec, self._folder.name), spec.extra)
+        try:
+            self._llm = build_llm(_llm_arguments(spec, self._folder.name), spec.extra)
+        except ValueError as error:
+            if spec.lora is None or "LoRA" not in str(error):
+                raise
+            raise ConfigError(f"vLLM has no LoRA slot for this model ({error}). Set lora_sync='merged'.") from error
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
@@ -182,7 +187,8 @@ class VllmEngine:
                 raise WeightSyncError("A part of the weights was sent before all of them.")
             devices = set()
             for name, tensor in weights:
-                check_names({name: tensor}, {name: self._spec.checkpoint[name]})
+                expected = self._spec.checkpoint
+                check_names({name: tensor}, {key: expected[key] for key in (name,) if key in expected})
                 self._plan.apply_part(name, tensor)
                 devices.add(tensor.device)
             self._settle(torch.empty(0, device=device) for device in devices)

@@ -85,4 +85,4 @@ def _pass(
     if not vectors:
         return logprobs, torch.zeros(0)
     found = torch.autograd.grad(logprobs.sum(), vectors, materialize_grads=True)
-    return logprobs.detach(), torch.cat([part.float() for part in found])
+    return logprobs.detach(), torch.cat([part.float().flatten() for part in found])

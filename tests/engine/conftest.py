@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from colocate_rl.engine.protocol import Request, SamplingSpec
-from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+from colocate_rl.engine.spec import EngineSpec
+from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.engines import checkpoint_shapes
 
 GREEDY = SamplingSpec(max_tokens=16, temperature=0.0)

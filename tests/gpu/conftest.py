@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from colocate_rl.engine.vllm_engine import EngineSpec, VllmEngine
+from colocate_rl.engine.spec import EngineSpec
+from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.engines import checkpoint_shapes
 from tests.tiny import tiny_model
 
