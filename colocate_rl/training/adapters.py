@@ -97,7 +97,9 @@ def _check_quantization(model: str | nn.Module, peft_config: Any, quantization_c
     if args.device.type != "cuda":
         raise ConfigError("Quantised base weights (load_in_4bit, load_in_8bit) need a GPU. Remove the setting here.")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError("quantization_config needs bitsandbytes, which is not installed: pip install bitsandbytes.")
+        raise ConfigError(
+            "quantization_config needs bitsandbytes, which is not installed: pip install 'colocate-rl[quantization]'."
+        )
 
 
 def has_adapter(model: nn.Module) -> bool:

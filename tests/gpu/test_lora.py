@@ -58,9 +58,9 @@ def test_the_engine_follows_the_adapter(build: Build, way: str, eager: bool) -> 
     sends = LoraSender(policy, torch.bfloat16, merged=way == "merged")
     for step in range(3):
         sends.send(engine)
-        assert mean_gap(engine, policy) < 0.05
+        assert mean_gap(engine, policy) < 0.08
         move(policy, 2 + step)
-        assert mean_gap(engine, policy) > 0.1  # it was the sync that brought them together
+        assert mean_gap(engine, policy) > 0.2  # it was the sync that brought them together
     assert all(torch.equal(old, now.base()) for old, now in zip(before, policy_tensors(policy), strict=True))
 
 
@@ -109,7 +109,7 @@ def test_an_engine_in_a_child_process_follows_too(way: str) -> None:
         sends = LoraSender(policy, torch.bfloat16, merged=way == "merged")
         for step in range(3):
             sends.send(engine)
-            assert mean_gap(engine, policy) < 0.05
+            assert mean_gap(engine, policy) < 0.08
             move(policy, 2 + step)
     finally:
         engine.close()
@@ -143,4 +143,4 @@ def test_quantised_base_weights_reach_the_engine_as_numbers(build: Build, tmp_pa
     for step in range(2):
         move(policy, 1 + step)
         sends.send(engine)
-        assert mean_gap(engine, policy) < (0.05 if bits == 4 else 0.15)  # 8 bits also round activations
+        assert mean_gap(engine, policy) < (0.08 if bits == 4 else 0.2)  # 8 bits also round activations
