@@ -38,7 +38,13 @@ def measure(shape: str, rank: int, trainer: int, host: int) -> list[dict[str, An
     row: dict[str, Any] = {"shape": shape, "rank": rank, "num_tensors": 0}
     for way in ("adapter", "merged"):
         row |= measure_way(way, policy, config, rank, (trainer, host))
-    return [row]
+    return [{**row, "break_even_tokens": break_even(row)}]
+
+
+def break_even(row: dict[str, Any]) -> float | None:
+    """Tokens of a completion from which on merging costs a step less than the slot; None: the slot costs nothing."""
+    slot, merged = (PROMPTS / row[f"generate_{way}_tokens_per_s"] for way in ("adapter", "merged"))
+    return None if slot <= merged else (row["merged_s"] - row["adapter_s"]) / (slot - merged)
 
 
 def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[int, int]) -> dict[str, Any]:
@@ -130,6 +136,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         "whole",
         "generate: slot",
         "generate: merged",
+        "even at",
     )
     for name in names:
         table.add_column(name, justify="left" if name == "shape" else "right", no_wrap=True)
@@ -141,6 +148,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             f"{row['adapter_bytes'] / 1e6:.0f}",
             *(f"{1000 * row[f'{way}_s']:.1f}" for way in ("adapter", "merged", "whole")),
             *(f"{row[f'generate_{way}_tokens_per_s'] / 1000:.1f}" for way in ("adapter", "merged")),
+            "-" if row["break_even_tokens"] is None else f"{row['break_even_tokens']:.0f} tokens",
         )
     console = Console()
     (console if console.is_terminal else Console(width=140)).print(table)

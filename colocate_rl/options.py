@@ -97,8 +97,9 @@ class GRPOOptions:
     lora_sync: str = _setting(
         "auto",
         "How a LoRA adapter reaches the engines. merged: each adapted weight is sent with the adapter merged into a "
-        "copy of it. adapter: only the adapter is sent, into a LoRA slot of the engine, which then computes it beside "
-        "each layer. auto: adapter where the engine can, else merged (DoRA, embeddings, float32 on a GPU).",
+        "copy of it, and generation costs nothing more. adapter: only the adapter is sent, into a LoRA slot of the "
+        "engine, which then computes it beside each layer for each token (not for DoRA, embeddings, or float32 on a "
+        "GPU). auto: merged, the cheaper one over a whole step unless completions are very short.",
     )
     overlap: str = _setting(
         "none",

@@ -1,6 +1,5 @@
 """How the policy's weights reach an engine: whole, merged with the adapter, or the adapter alone."""
 
-import logging
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -13,8 +12,6 @@ from colocate_rl.engine.protocol import Engine, LoraEngine
 from colocate_rl.engine.spec import LORA_RANKS, LoraSpec
 from colocate_rl.errors import ConfigError
 from colocate_rl.training.merging import AdapterFactors, PolicyTensor, policy_tensors
-
-logger = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
@@ -119,16 +116,14 @@ def lora_slot(args: GRPOConfig, policy: nn.Module, dtype: str) -> LoraSpec | Non
     """
     if not isinstance(policy, PeftModel):
         return None
+    if args.lora_sync != "adapter":
+        return None  # a slot saves milliseconds of a sync and costs kernels in each layer of each decode step
     tensors = [tensor for tensor in policy_tensors(policy) if tensor.layer is not None]
     reason = _obstacle(args, policy, tensors, dtype)
-    if args.lora_sync == "adapter" and reason is not None:
+    if reason is not None:
         raise ConfigError(f"lora_sync='adapter' is not possible: {reason}. Use lora_sync='merged'.")
-    if args.lora_sync == "merged" or reason is not None:
-        logger.info("adapter sync: merged%s", "" if reason is None else f" ({reason})")
-        return None
     ranks = [tensor.layer.r[policy.active_adapter] for tensor in tensors]
     targets = sorted({tensor.name.split(".")[-2] for tensor in tensors})
-    logger.info("adapter sync: into the engines' LoRA slots (rank %d, layers %s)", max(ranks), ", ".join(targets))
     return LoraSpec(max(ranks), tuple(targets))
 
 
