@@ -107,6 +107,20 @@ def has_adapter(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
+def check_plain(model: nn.Module) -> None:
+    """Refuses a model into which transformers itself put an adapter: nobody would know which part of it is trained.
+
+    Raises:
+        ConfigError: saying how to load it.
+    """
+    if not has_adapter(model) and getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"{type(model).__name__} was loaded together with an adapter, or got one by model.add_adapter. Load the base "
+            "model, put the adapter on it with peft.PeftModel.from_pretrained(base, adapter, is_trainable=True) and "
+            "pass that."
+        )
+
+
 def causal_lm(model: nn.Module) -> nn.Module:
     """The causal language model inside, with its adapted layers, or ``model`` itself."""
     if isinstance(model, PeftModel):

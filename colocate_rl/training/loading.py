@@ -38,6 +38,7 @@ def load_models(
     trust = args.trust_remote_code
     name = model if isinstance(model, str) else None
     policy = model if not isinstance(model, str) else policies.load_policy(model, init_kwargs, trust_remote_code=trust)
+    adapters.check_plain(policy)
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
     reference = None

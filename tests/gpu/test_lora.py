@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
-from colocate_rl import GRPOConfig
+from colocate_rl import GRPOConfig, GRPOTrainer
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Request, SamplingSpec
 from colocate_rl.engine.spec import LoraSpec
@@ -115,25 +116,65 @@ def test_an_engine_in_a_child_process_follows_too(way: str) -> None:
         engine.close()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def run_config(folder: Path, **changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "beta": 0.05,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "vllm_devices": "0",
+        "vllm_gpu_memory_utilization": 0.2,
+        "vllm_enforce_eager": True,
+        "vllm_max_model_length": 256,
+    }
+    return GRPOConfig(str(folder / "out"), **{**values, **changes})
+
+
+def quantised(bits: int) -> BitsAndBytesConfig | None:
+    if bits == 4:
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16", bnb_4bit_quant_type="nf4")
+    return BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else None
+
+
+needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+
+
+@pytest.mark.parametrize("bits", [16, pytest.param(4, marks=needs_bitsandbytes)])
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_a_run_trains_an_adapter_that_its_engine_follows(tmp_path: Path, way: str, bits: int) -> None:
+    gpu_model().cpu().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    trainer = GRPOTrainer(
+        str(tmp_path / "model"),
+        lambda completion_ids, **_: [sum(token < 128 for token in ids) / max(len(ids), 1) for ids in completion_ids],
+        run_config(tmp_path, lora_sync=way),
+        datasets.Dataset.from_dict({"prompt": [f"{number}+{number}=" for number in range(24)]}),
+        quantization_config=quantised(bits),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=list(LINEAR)),
+    )
+    trainer.train()
+    trainer.close()
+    logs = [log for log in trainer.state.log_history if "step_time" in log]
+    assert logs[0]["kl"] < 1e-6
+    assert logs[-1]["kl"] > 1e-3
+    assert all(log["sampling/sampling_logp_difference/mean"] < 0.1 for log in logs)
+
+
+@needs_bitsandbytes
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("way", ["merged", "adapter"])
 def test_quantised_base_weights_reach_the_engine_as_numbers(build: Build, tmp_path: Path, way: str, bits: int) -> None:
     gpu_model().cpu().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    args = GRPOConfig(
-        str(tmp_path / "out"),
-        per_device_train_batch_size=2,
-        num_generations=2,
-        model_init_kwargs={"dtype": "bfloat16"},
-    )
+    args = run_config(tmp_path)
     loaded, _ = load_models(
-        str(tmp_path / "model"),
-        args,
-        LoraConfig(r=8, lora_alpha=16, target_modules=list(LINEAR)),
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16", bnb_4bit_quant_type="nf4")
-        if bits == 4
-        else BitsAndBytesConfig(load_in_8bit=True),
+        str(tmp_path / "model"), args, LoraConfig(r=8, lora_alpha=16, target_modules=list(LINEAR)), quantised(bits)
     )
     policy: Any = loaded
     assert any(tensor.is_quantised for tensor in policy_tensors(policy))

@@ -19,6 +19,7 @@ from colocate_rl.training.adapters import (
     check_arguments,
     reference_weights,
 )
+from colocate_rl.training.loading import load_models
 from colocate_rl.training.logprobs import Head
 from colocate_rl.training.merging import policy_tensors
 from tests.lora import LINEAR, lora_policy, move
@@ -140,6 +141,13 @@ def test_a_head_that_stays_tied_to_its_embedding_may_be_trained() -> None:
     names = [tensor.name for tensor in policy_tensors(policy)]
     assert "lm_head.weight" not in names
     assert names.count("model.embed_tokens.weight") == 1
+
+
+def test_an_adapter_that_transformers_put_there_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.add_adapter(lora())
+    with pytest.raises(ConfigError, match=r"PeftModel\.from_pretrained"):
+        load_models(model, config(tmp_path))
 
 
 def test_layers_that_are_not_there() -> None:
