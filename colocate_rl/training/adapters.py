@@ -115,9 +115,9 @@ def check_plain(model: nn.Module) -> None:
     """
     if not has_adapter(model) and getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
-            f"{type(model).__name__} was loaded together with an adapter, or got one by model.add_adapter. Load the base "
-            "model, put the adapter on it with peft.PeftModel.from_pretrained(base, adapter, is_trainable=True) and "
-            "pass that."
+            f"{type(model).__name__} was loaded together with an adapter, or got one by model.add_adapter. Load the "
+            "base model, put the adapter on it with peft.PeftModel.from_pretrained(base, adapter, is_trainable=True) "
+            "and pass that."
         )
 
 
