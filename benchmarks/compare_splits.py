@@ -5,7 +5,8 @@
     python benchmarks/compare_splits.py --num-vllm-gpus 1 2 --model tiny --num-processes 2 --prompts 8 \\
         --generations 4 --prompt-tokens 16 --new-tokens 16 --steps 4 --warmup-steps 2       # on CPU
 
-Writes results.json and splits.png, and everything each run printed, into --output.
+Writes results.json, splits.png, timeline-NAME.png (each run's last steps), and everything each run printed, into
+--output.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import timeline
 from benchmarks.planning import Plan, can_be_fitted
 from benchmarks.processes import RunError, child_environment, launch_command, run
 from benchmarks.results import Row, draw, print_results
@@ -33,6 +35,7 @@ from benchmarks.worker import RESULT, TIMES, first_error, medians
 
 PEERS = {"trl-server": "server", "trl-colocate": "colocate"}
 SHARED_MEMORY = 0.3
+DRAWN_STEPS = 3
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -46,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--overlap",
         nargs="+",
         default=["none"],
-        choices=["none", "one_step"],
+        choices=["none", "stream", "one_step"],
         help="modes in which each split runs (default: none)",
     )
     add("--shared-devices", action="store_true", help="where N-K < K: N ranks, engines on the training GPUs")
@@ -160,7 +163,7 @@ def hide_devices(count: int) -> dict[str, str]:
 def figures(result: dict[str, Any], work: Work, num_devices: int) -> dict[str, Any]:
     """Medians over the counted steps, and what follows from them."""
     counted = [record for record in result["records"] if record["step"] > work.warmup_steps]
-    middle = medians(counted, [*TIMES, "idle_train", "idle_generate", "logprob_gap"])
+    middle = medians(counted, [*TIMES, "idle_train", "idle_generate", "overlap_efficiency", "logprob_gap"])
     step, generate, train = middle["step_s"], middle["generate_s"], middle["train_s"]
     assert step is not None
     assert generate is not None
@@ -270,10 +273,19 @@ def main(arguments: list[str] | None = None) -> int:
         paths = {"work": output / "work.json", "model": model, "output": output / "runs" / name_of(row)}
         done = measure(row, work, options, paths)
         print(f"  {done['error'] or format(done['step_s'], '.3f') + ' s per step'}", flush=True)
+        draw_timeline(done, paths["output"], output)
         results["versions"] |= done.pop("versions", {})
         results["rows"].append(done)
         write_json(output / "results.json", results)  # after each run, so that none is lost
     return report(results, work, options, output)
+
+
+def draw_timeline(row: Row, folder: Path, output: Path) -> None:
+    """Draws the last steps of a run of ours; one that failed may have left none."""
+    path = folder / "run" / "timeline.jsonl"
+    if row["error"] is None and path.is_file():
+        title = f"{name_of(row)}: the last {DRAWN_STEPS} steps"
+        timeline.draw(timeline.load(path, DRAWN_STEPS), output / f"timeline-{name_of(row)}.png", title)
 
 
 def report(results: dict[str, Any], work: Work, options: argparse.Namespace, output: Path) -> int:
@@ -293,7 +305,7 @@ def report(results: dict[str, Any], work: Work, options: argparse.Namespace, out
     write_json(output / "results.json", results)
     print_results(rows, describe_work(work), sentences)
     draw(rows, output / "splits.png", describe_work(work))
-    print(f"Written: {output / 'results.json'}, {output / 'splits.png'}")
+    print(f"Written: {output / 'results.json'}, {output / 'splits.png'}, timelines of the runs beside them")
     return 0 if good else 1
 
 

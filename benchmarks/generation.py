@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     import torch
 
-    from colocate_rl.engine.vllm_api import vllm_version
+    from colocate_rl.engine.spec import vllm_version
 
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)

@@ -61,11 +61,12 @@ LINES: Sequence[tuple[str, Cell]] = (
     ("trained tokens/s while training", lambda row: number(row, "train_tokens_per_s", ",.0f")),
     ("training side idle", lambda row: share(row, "idle_train")),
     ("generating side idle", lambda row: share(row, "idle_generate")),
+    ("busier side's share of the step", lambda row: share(row, "overlap_efficiency")),
     ("completions/s per device", lambda row: number(row, "samples_per_s_per_gpu", ".2f")),
     ("log-prob gap (nats)", lambda row: number(row, "logprob_gap", ".1e")),
     ("peak memory (GiB)", memory_cell),
 )
-SECTION_ENDS = (0, 4, 6, 8, 10)
+SECTION_ENDS = (0, 4, 6, 9, 11)
 
 
 def title(row: Row) -> str:

@@ -24,6 +24,7 @@ NAMES = {
     "sync_s": "time/sync_s",
     "idle_train": "time/idle_train",
     "idle_generate": "time/idle_generate",
+    "overlap_efficiency": "time/overlap_efficiency",
     "logprob_gap": "sampling/sampling_logp_difference/mean",
 }
 
@@ -62,6 +63,7 @@ def settings(arguments: argparse.Namespace, work: Work, num_ranks: int, on_gpu: 
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
+        "log_timeline": True,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

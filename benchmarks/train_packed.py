@@ -1,4 +1,4 @@
-"""Training passes over rows of very different lengths: padded against packed.
+"""Training passes over rows of very different lengths: padded, packed, and packed with compiled layers.
 
     python benchmarks/train_packed.py                          # on the first GPU, or a small model on CPU
     python benchmarks/train_packed.py --tokens 36864 --repeats 1 --gradient-checkpointing
@@ -32,7 +32,7 @@ from benchmarks.work import SHAPES, shape_config, write_json
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
-from colocate_rl.training import attention, selfcheck
+from colocate_rl.training import attention, compiling, selfcheck
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
 
@@ -49,6 +49,8 @@ class Way:
     """Rows of a micro-batch, in random order."""
     max_tokens: int | None
     """Or its most tokens."""
+    compiled: bool = False
+    """Layers and head run compiled."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Bench:
         attention.install(model)
         self.model = model
         self.exact = dtype == torch.float32
-        self.agreement = selfcheck.compare(model, self.objective(packed=False))
+        self.agreement = selfcheck.compare(model, self.objective(packed=False), self.objective(packed=True))
         self.checkpointing(options.gradient_checkpointing)
 
     def checkpointing(self, on: bool) -> None:
@@ -128,7 +130,7 @@ class Bench:
         else:
             self.model.gradient_checkpointing_disable()
 
-    def objective(self, *, packed: bool, max_tokens: int | None = None) -> Objective:
+    def objective(self, *, packed: bool, max_tokens: int | None = None, compiled: bool = False) -> Objective:
         """The objective that the trainer would use."""
         return Objective(
             LossSettings(correction=False),
@@ -137,6 +139,7 @@ class Bench:
             contextlib.nullcontext,
             packed=packed,
             max_tokens=max_tokens,
+            compiled=compiled,
         )
 
     def slices(self, batch: RolloutBatch, way: Way) -> list[RolloutBatch]:
@@ -149,7 +152,7 @@ class Bench:
 
     def run(self, batch: RolloutBatch, way: Way) -> float:
         """Forward and backward passes over all rows; the loss."""
-        objective = self.objective(packed=way.packed, max_tokens=way.max_tokens)
+        objective = self.objective(packed=way.packed, max_tokens=way.max_tokens, compiled=way.compiled)
         tokens = float(batch.loss_mask.sum())
         losses = []
         for part in self.slices(batch, way):
@@ -171,6 +174,8 @@ class Bench:
 
     def measure(self, batch: RolloutBatch, way: Way, first: Result | None) -> Result:
         """Times a way after one run of it that is not counted."""
+        if way.compiled:
+            compiling.install(self.model)
         self.run(batch, way)
         seconds, loss = [], math.nan
         if self.device.type == "cuda":
@@ -182,6 +187,7 @@ class Bench:
             loss = self.run(batch, way)
             self.synchronize()
             seconds.append(time.perf_counter() - start)
+        compiling.uninstall(self.model)
         median = statistics.median(seconds)
         passes, computed = self.shape(batch, way)
         return Result(
@@ -296,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
         Way(f"packed, {options.rows} rows", True, options.rows, None),
         Way(f"padded, {options.max_tokens:,} tokens", False, None, options.max_tokens),
         Way(f"packed, {options.max_tokens:,} tokens", True, None, options.max_tokens),
+        Way("the same, compiled", True, None, options.max_tokens, compiled=True),
     ):
         results.append(bench.measure(batch, way, results[0] if results else None))
     title = (

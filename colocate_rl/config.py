@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
+from transformers.utils.import_utils import is_liger_kernel_available
 
-from colocate_rl import options
+from colocate_rl import backend, objective_checks, options
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions
 
@@ -40,13 +41,17 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             self.gradient_checkpointing = False
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every parameter takes part in every micro-batch, empty ones too
+        if self.torch_compile and not (self.torch_compile_backend or self.torch_compile_mode):
+            self.torch_compile, self.compile_layers = False, True  # layer by layer, not as accelerate would
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
         self._normalise()
+        backend.resolve(self)
         self._check_choices()
         self._check_ranges()
         self._check_unsupported()
         self._resolve_batches()
+        self._check_resampling()
         self._check_staleness()
 
     def _normalise(self) -> None:
@@ -62,6 +67,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is no JSON object; write it as '{{\"key\": value}}'."
                 )
+        objective_checks.take_old_names(self)
         spelled = str(self.scale_rewards)  # TRL's booleans are taken too
         self.scale_rewards = {"true": "group", "false": "none"}.get(spelled.lower(), spelled)
         if self.epsilon_high is None:
@@ -74,10 +80,13 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "loss_type": options.LossType,
             "importance_sampling_level": options.ImportanceSamplingLevel,
             "scale_rewards": options.ScaleRewards,
+            "multi_objective_aggregation": options.MultiObjectiveAggregation,
             "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
             "old_logprobs": options.OldLogprobs,
             "overlap": options.Overlap,
             "lora_sync": options.LoraSync,
+            "on_reward_error": options.OnRewardError,
+            "vllm_model_impl": options.ModelImplementation,
         }
         for name, literal in allowed.items():
             value = getattr(self, name)
@@ -115,13 +124,10 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         if self.logprob_chunk_size < 1:
             raise ConfigError(f"logprob_chunk_size is {self.logprob_chunk_size}; it must be at least 1 token.")
         self._check_bounds()
-        self._check_sampling_correction()
+        objective_checks.check_objective(self)
 
     def _check_bounds(self) -> None:
         for name, valid, rule in (
-            ("epsilon", self.epsilon >= 0, "at least 0"),
-            ("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "at least 0"),
-            ("delta", self.delta is None or self.delta > 1, "above 1: it bounds a probability ratio from above"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
             (
@@ -129,26 +135,20 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch > 0,
                 "at least 1 token",
             ),
+            (
+                "max_tool_calling_iterations",
+                self.max_tool_calling_iterations is None or self.max_tool_calling_iterations > 0,
+                "at least 1",
+            ),
             ("vllm_max_num_seqs", self.vllm_max_num_seqs is None or self.vllm_max_num_seqs > 0, "at least 1"),
+            ("reward_num_workers", self.reward_num_workers >= 0, "at least 0 (0: in the training process)"),
+            ("reward_timeout_s", self.reward_timeout_s is None or self.reward_timeout_s > 0, "above 0 seconds"),
+            ("max_resample_tries", self.max_resample_tries >= 1, "at least 1"),
         ):
             if not valid:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
 
-    def _check_sampling_correction(self) -> None:
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(
-                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
-            )
-        if self.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
-            raise ConfigError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} truncates at "
-                "vllm_importance_sampling_clip_min and _clip_max, but both are None. Set at least one."
-            )
-
     def _check_unsupported(self) -> None:
-        if not self.use_vllm:
-            raise ConfigError("use_vllm=False is not supported: completions always come from in-process vLLM engines.")
         if self.vllm_mode != "colocate":
             raise ConfigError(
                 f"vllm_mode={self.vllm_mode!r} is not supported: engines live inside the training processes, there is "
@@ -167,7 +167,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             )
 
         for name, reason in (
-            ("torch_compile", "the policy's forward pass is called through hooks that compilation would freeze"),
+            ("torch_compile", "layers are compiled one by one, with torch's defaults; leave out its backend and mode"),
             ("ignore_data_skip", "a resumed run would train other prompts than its generation batches say"),
         ):
             if getattr(self, name):
@@ -179,9 +179,11 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                     "per_device_train_batch_size is what one rank trains on. Remove the setting."
                 )
         self._check_passed_on()
+        self._check_liger()
         filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
         used = [name for name, off in filters.items() if getattr(self, name) not in (off, 0.0)]
-        if used and self.vllm_importance_sampling_correction:
+        used += [name for name in ("structured_outputs",) if name in backend.sampling_extra(self)]
+        if used and self.use_vllm and self.vllm_importance_sampling_correction:
             logger.warning(
                 "%s: the engine's log-probabilities include this filter, the policy's do not, so the "
                 "importance-sampling "
@@ -192,24 +194,40 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _check_passed_on(self) -> None:
         """Refuses keys of dictionaries that would contradict a setting without anybody noticing."""
-        assert not isinstance(self.generation_kwargs, str)
         assert not isinstance(self.vllm_engine_kwargs, str)
-        for key in self.generation_kwargs or {}:
-            if key in options.OWN_SAMPLING_KEYS:
-                raise ConfigError(
-                    f"generation_kwargs holds {key!r}, which the loss would not see. Set "
-                    f"{options.OWN_SAMPLING_KEYS[key]} "
-                    "instead."
-                )
-            if key in options.ENGINE_SAMPLING_KEYS:
-                raise ConfigError(f"generation_kwargs holds {key!r}, on which reading completions depends. Remove it.")
         for key in self.vllm_engine_kwargs or {}:
             if key in options.ENGINE_OWNED_ARGUMENTS:
                 raise ConfigError(f"vllm_engine_kwargs holds {key!r}, which is decided by the run itself. Remove it.")
 
+    def _check_liger(self) -> None:
+        """Lets Liger's kernels stand in for a model's layers, but not for its head, which is chunked here anyway."""
+        if not self.use_liger_kernel:
+            return
+        if not is_liger_kernel_available():
+            raise ConfigError(
+                "use_liger_kernel=True needs the package liger-kernel, which is not installed. Install it, or remove "
+                "the setting: log-probabilities are computed without full logits either way."
+            )
+        kernels = dict(self.liger_kernel_config or {})
+        if kernels.get("fused_linear_cross_entropy"):
+            raise ConfigError(
+                "liger_kernel_config={'fused_linear_cross_entropy': True} would replace the forward pass that "
+                "log-probabilities are computed in. Remove it; they are computed without full logits anyway."
+            )
+        self.liger_kernel_config = {**kernels, "fused_linear_cross_entropy": False}
+
+    def _check_resampling(self) -> None:
+        if self.dynamic_sampling and self.overlap != "none":
+            raise ConfigError(
+                f"dynamic_sampling=True asks the engines again before a batch is trained, but overlap={self.overlap!r} "
+                "has them busy with the batches to come. Use overlap='none'."
+            )
+
     def _check_staleness(self) -> None:
         """A batch generated one generation batch ahead is as many versions old as that batch has optimizer steps."""
-        if self.overlap == "none":
+        if self.overlap == "stream":
+            self._check_stream()
+        if self.overlap != "one_step":
             return
         steps, rest = divmod(self.micro_batches_per_rollout, self.gradient_accumulation_steps)
         steps += 2 if rest else 0  # a batch may begin within a step, and an epoch may end with a short one
@@ -222,6 +240,31 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 f"that. Raise it, or use each "
                 "generation batch for fewer steps."
             )
+
+    def _check_stream(self) -> None:
+        """Rows arrive in no known order, so all that arrive must belong to one optimizer step."""
+        if self.steps_per_generation != self.gradient_accumulation_steps:
+            raise ConfigError(
+                f"overlap='stream' trains a generation batch as it comes, in one optimizer step, so "
+                f"steps_per_generation={self.steps_per_generation} must be "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}. Make them equal, or choose another "
+                "overlap."
+            )
+        for name, is_off, needed in (
+            ("scale_rewards", self.scale_rewards != "batch", "all rewards of the batch"),
+            (
+                "multi_objective_aggregation",
+                self.multi_objective_aggregation != "normalize_then_sum",
+                "all rewards of the batch",
+            ),
+            ("top_entropy_quantile", self.top_entropy_quantile >= 1, "the entropies of a whole slice"),
+            ("entropy_coef", self.entropy_coef == 0.0 and not self.use_adaptive_entropy, "the tokens of a whole slice"),
+        ):
+            if not is_off:
+                raise ConfigError(
+                    f"overlap='stream' trains a group while others are generated, but {name}={getattr(self, name)!r} "
+                    f"needs {needed}, known only at its end. Change it, or choose another overlap."
+                )
 
     def _resolve_batches(self) -> None:
         per_step = self.per_device_train_batch_size * self.world_size

@@ -10,13 +10,16 @@ FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv"
 """Local files that are read, by suffix."""
 
 
-def load_rows(name: str, split: str, config: str | None = None) -> datasets.Dataset:
+def load_rows(
+    name: str, split: str, config: str | None = None, *, streaming: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
     """Loads one split.
 
     Args:
         name: file (JSON, JSONL, Parquet, CSV), folder made by ``save_to_disk``, folder of data files, or hub name.
         split: used where there are several; a single file has only one.
         config: configuration name of a hub data set.
+        streaming: read rows when they are needed instead of all at once.
 
     Raises:
         DataError: when it cannot be read, or has no such split.
@@ -24,15 +27,17 @@ def load_rows(name: str, split: str, config: str | None = None) -> datasets.Data
     path = Path(name).expanduser()
     try:
         if path.suffix in FILE_FORMATS and path.is_file():
-            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+            return datasets.load_dataset(
+                FILE_FORMATS[path.suffix], data_files=str(path), split="train", streaming=streaming
+            )
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             loaded = datasets.load_from_disk(str(path))
         else:
-            loaded = datasets.load_dataset(name, config)
+            loaded = datasets.load_dataset(name, config, streaming=streaming)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"Data set {name!r} could not be read: {str(error) or 'it holds no rows'}") from error
-    if isinstance(loaded, datasets.DatasetDict):
+    if isinstance(loaded, dict):
         if split not in loaded:
             raise DataError(f"Data set {name!r} has no split {split!r}; it has {', '.join(loaded)}. Name one of them.")
-        return loaded[split]
-    return loaded
+        loaded = loaded[split]
+    return loaded.to_iterable_dataset() if streaming and isinstance(loaded, datasets.Dataset) else loaded

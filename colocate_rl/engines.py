@@ -4,18 +4,21 @@ import logging
 import os
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from colocate_rl import backend
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Engine
 from colocate_rl.engine.spec import EngineSpec, LoraSpec
+from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.placement import Placement, Shard, split_evenly
@@ -37,6 +40,8 @@ class PolicyFacts:
     """Context window in tokens, or None for the model's own."""
     longest_prompt: int
     """Of the training set, in tokens."""
+    tokenizer: PreTrainedTokenizerBase
+    """It goes into the engine only where sampling needs it."""
     lora: LoraSpec | None = None
     """Room for an adapter that arrives apart from the weights."""
 
@@ -56,9 +61,12 @@ def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Plac
         raise PlacementError(
             f"This launch spans {num_nodes} machines; engines are reached inside one machine only. Launch on one."
         )
+    num_gpus = count_gpus(args)
+    if not args.use_vllm:
+        return Placement.without_engines(num_ranks=num_ranks, num_devices=num_gpus)
     devices = args.vllm_devices
     assert not isinstance(devices, str)
-    num_gpus = count_gpus(args)
+    assert args.num_vllm_gpus is not None
     if num_gpus is None:
         return Placement.on_cpu(
             num_ranks=num_ranks,
@@ -151,8 +159,36 @@ def build_engine(args: GRPOConfig, placement: Placement, collectives: Collective
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
                 spec = _engine_spec(args, placement, shard, facts, ports[placement.host_of(shard.engine)])
-                engine = VllmEngine(spec) if args.overlap == "none" else BackgroundEngine(spec)
+                engine = BackgroundEngine(spec) if backend.needs_child(args) else VllmEngine(spec)
     return engine
+
+
+def policy_engine(
+    args: GRPOConfig,
+    placement: Placement,
+    rank: int,
+    policy: PreTrainedModel,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    window: int | None,
+) -> Engine:
+    """The engine of a run with ``use_vllm=False``: this rank's policy itself.
+
+    Args:
+        args: the run's configuration.
+        placement: of a run without engines.
+        rank: this rank.
+        policy: unwrapped.
+        autocast: makes the mixed-precision context of a forward pass.
+        window: context window in tokens, or None for no limit.
+    """
+    return TransformersEngine(
+        policy,
+        seed=engine_seed(args.seed, rank, 0),
+        autocast=autocast,
+        max_num_seqs=args.vllm_max_num_seqs or _default_num_seqs(args, placement),
+        max_model_length=window,
+        options={} if args.cache_implementation is None else {"cache_implementation": args.cache_implementation},
+    )
 
 
 def _engine_spec(
@@ -160,7 +196,7 @@ def _engine_spec(
 ) -> EngineSpec:
     on_gpu = args.device.type == "cuda"
     dtype = engine_dtype(args, facts.dtype)
-    num_seqs = args.vllm_max_num_seqs or _default_num_seqs(args, placement)
+    num_seqs = _num_seqs(args, placement)
     kv_cache = None
     named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & _json_dict(args.vllm_engine_kwargs).keys()
     if (
@@ -190,6 +226,8 @@ def _engine_spec(
         shard_devices=tuple(s.device for s in placement.shards if s.engine == shard.engine and s.device is not None),
         kv_cache_bytes=kv_cache,
         port=port,
+        model_impl=args.vllm_model_impl,
+        tokenizer=facts.tokenizer if backend.needs_tokenizer(args) else None,
         extra=_json_dict(args.vllm_engine_kwargs),
         lora=facts.lora,
     )
@@ -217,6 +255,21 @@ def kv_cache_bytes(
     per_token = 2 * int(text.num_hidden_layers) * max(1, kv_heads // tensor_parallel_size) * head_size * value_bytes
     wanted = int(1.25 * per_token * num_tokens)
     return wanted if wanted <= device_bytes // 2 else None
+
+
+def shared_capacity(args: GRPOConfig, placement: Placement) -> int | None:
+    """Completions that an engine decodes at once, beyond which engines may take work from each other.
+
+    None for engines of several shards: all shards of an engine must get the same prompts in the same order.
+    """
+    if placement.tensor_parallel_size > 1:
+        return None
+    return _num_seqs(args, placement)
+
+
+def _num_seqs(args: GRPOConfig, placement: Placement) -> int:
+    """``vllm_max_num_seqs``, by default an engine's share of the generation batch."""
+    return args.vllm_max_num_seqs or _default_num_seqs(args, placement)
 
 
 def _default_num_seqs(args: GRPOConfig, placement: Placement) -> int:

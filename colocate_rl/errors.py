@@ -21,6 +21,10 @@ class RewardError(ColocateError, ValueError):
     """A reward function that returned something unusable."""
 
 
+class RolloutError(ColocateError, ValueError):
+    """A rollout function that returned something unusable."""
+
+
 class EngineError(ColocateError, RuntimeError):
     """An inference engine that could not be built or did not answer as asked."""
 

@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("What to train")
     add = group.add_argument
     add("-h", "--help", action="store_true", help="Show this text and exit.")
+    add("--config", metavar="FILE", help="YAML file of any of these settings; flags win over it.")
     add("--model", "--model_name_or_path", metavar="NAME", help="Folder or hub name of a causal language model.")
     add(
         "--dataset",
@@ -54,13 +55,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--dataset_config", metavar="NAME", help="Configuration of a hub data set.")
     add("--dataset_train_split", metavar="NAME", default="train", help="Split to train on (default: train).")
+    add(
+        "--dataset_streaming",
+        action="store_true",
+        help="Read the training set while training, instead of all of it before; needs --max_steps.",
+    )
     add("--eval_dataset", metavar="NAME", help="Like --dataset, to evaluate on.")
     add("--dataset_test_split", metavar="NAME", default="test", help="Split to evaluate on (default: test).")
     add(
         "--reward_funcs",
         metavar="PATH",
         nargs="+",
-        help="Reward functions as package.module:function; the working directory is searched.",
+        help="Reward functions: package.module:function (the working directory is searched), or one of "
+        "colocate_rl.rewards, such as accuracy_reward or 'get_soft_overlong_punishment(max_completion_len=512, "
+        "soft_punish_cache=64)'.",
+    )
+    add(
+        "--reward_model",
+        "--reward_model_name_or_path",
+        metavar="NAME",
+        help="Folder or hub name of a reward model (a sequence classifier with one label), beside or instead of "
+        "functions.",
     )
     add("--dtype", metavar="TYPE", help="Number type of the policy's weights (default: float32).")
     add("--attn_implementation", metavar="NAME", help="Attention implementation of the policy.")
@@ -92,15 +107,37 @@ def normalise_flags(arguments: Sequence[str]) -> list[str]:
     return out
 
 
+def parse_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The script's own arguments and the words that are left for the configuration, a ``--config`` file first.
+
+    The namespace also has ``unset``, the names of settings that the file sets to null.
+
+    Raises:
+        ConfigError: for a file that cannot be used.
+    """
+    parser = build_parser()
+    words = normalise_flags(arguments)
+    script, rest = parser.parse_known_args(words)
+    unset: list[str] = []
+    if script.config:
+        from colocate_rl.configfile import read_settings
+
+        switches = [action.dest for action in parser._actions if action.nargs == 0]
+        settings = read_settings(script.config, switches)
+        script, rest = parser.parse_known_args([*settings.words, *words])
+        unset = [name for name in settings.unset if name not in vars(script)]
+    script.unset = unset
+    return script, rest
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; exits with status 1 and one message when something cannot work."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser()
-    script, rest = parser.parse_known_args(normalise_flags(given))
-    if script.help:
-        print(help_text())
-        return
     try:
+        script, rest = parse_script(given)
+        if script.help:
+            print(help_text())
+            return
         _check_cheaply(script)
         from colocate_rl.launch import ensure_ranks
 
@@ -121,11 +158,15 @@ def _shown_by_one_rank(error: ColocateError) -> bool:
 
 
 def _check_cheaply(script: argparse.Namespace) -> None:
-    for name in ("model", "dataset", "reward_funcs"):
+    for name in ("model", "dataset"):
         if not getattr(script, name):
             raise ConfigError(f"--{name.replace('_', '-')} is missing. See --help for all of them.")
     peft_flags.check_flags(script)
+    if not (script.reward_funcs or script.reward_model):
+        raise ConfigError("--reward-funcs is missing, and so is --reward-model. See --help for all of them.")
     _check_local(script.model, "Model folder", "--model")
+    if script.reward_model:
+        _check_local(script.reward_model, "Reward model folder", "--reward-model")
     for flag in ("dataset", "eval_dataset"):
         if getattr(script, flag):
             _check_local(getattr(script, flag), "Data set", "--" + flag.replace("_", "-"))
@@ -144,9 +185,10 @@ def _check_local(name: str, what: str, flag: str) -> None:
 
 
 def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
-    from colocate_rl.rollout.rewards import resolve_reward
+    from colocate_rl.scoring.names import resolve_reward
 
-    rewards = [resolve_reward(path) for path in script.reward_funcs]
+    rewards: list[Any] = [script.reward_model] if script.reward_model else []
+    rewards += [resolve_reward(path) for path in script.reward_funcs or ()]
     args = _parse_config(script, rest)
     from transformers import PrinterCallback
 
@@ -162,7 +204,9 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
             f"--resume-from-checkpoint {resume!r} is no folder. Name a checkpoint, or 'true' for the last one."
         )
     with Collectives(args.device).failing_together("reading the data sets"):
-        train = load_rows(script.dataset, script.dataset_train_split, script.dataset_config)
+        train = load_rows(
+            script.dataset, script.dataset_train_split, script.dataset_config, streaming=script.dataset_streaming
+        )
         evaluation = None
         if script.eval_dataset:
             evaluation = load_rows(script.eval_dataset, script.dataset_test_split, script.dataset_config)
@@ -210,7 +254,9 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
 
     parser = Parser(GRPOConfig, allow_abbrev=False)  # type: ignore[arg-type]
     names = {option for action in parser._actions for option in action.option_strings}
-    unknown = [word.partition("=")[0] for word in rest if word.startswith("--") and word.partition("=")[0] not in names]
+    parser.set_defaults(**dict.fromkeys(script.unset))
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    unknown = [flag for flag in [*flags, *(f"--{name}" for name in script.unset)] if flag not in names]
     if unknown:
         close = difflib.get_close_matches(unknown[0], names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""

@@ -10,11 +10,27 @@ from colocate_rl.config import GRPOConfig
 from colocate_rl.rollout.collect import Row
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
+from colocate_rl.rollout.unsized import StreamBatches, StreamEvalBlocks, StreamFeed
 
 
 def as_list(rows: list[Any]) -> list[Any]:
     """A collator that leaves rows alone: they stay rows until they are a rollout."""
     return rows
+
+
+def _stream_feed(args: GRPOConfig, rows: datasets.IterableDataset, collectives: Collectives) -> StreamFeed:
+    assert args.generation_batch_size is not None
+    return StreamFeed(
+        rows.shuffle(seed=_order_seed(args)) if args.shuffle_dataset else rows,
+        prompts_per_batch=args.generation_batch_size // args.num_generations,
+        num_generations=args.num_generations,
+        rank=collectives.rank,
+        world_size=collectives.world_size,
+    )
+
+
+def _order_seed(args: GRPOConfig) -> int:
+    return args.data_seed if args.data_seed is not None else args.seed
 
 
 def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[Row], RepeatSampler]:
@@ -31,7 +47,7 @@ def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[R
         batch_size=args.generation_batch_size // args.num_generations,
         repeat_count=args.micro_batches_per_rollout,
         shuffle=args.shuffle_dataset,
-        seed=args.data_seed if args.data_seed is not None else args.seed,
+        seed=_order_seed(args),
     )
     loader: DataLoader[Row] = DataLoader(
         numbered,
@@ -44,9 +60,19 @@ def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[R
     return loader, sampler
 
 
-def batch_feed(args: GRPOConfig, rows: datasets.Dataset, collectives: Collectives) -> BatchFeed:
+def stream_loader(args: GRPOConfig, rows: datasets.IterableDataset, collectives: Collectives) -> DataLoader[Row]:
+    """The loader of a stream; unlike that of :func:`train_loader` it yields this rank's rows alone, and has no end."""
+    batches = StreamBatches(_stream_feed(args, rows, collectives), args.micro_batches_per_rollout)
+    return DataLoader(batches, batch_size=None, collate_fn=as_list)  # type: ignore[arg-type]  # its items are lists
+
+
+def batch_feed(
+    args: GRPOConfig, rows: datasets.Dataset | datasets.IterableDataset, collectives: Collectives
+) -> BatchFeed | StreamFeed:
     """The same rows by the number of their generation batch, for a schedule that looks ahead."""
     assert args.generation_batch_size is not None
+    if isinstance(rows, datasets.IterableDataset):
+        return _stream_feed(args, rows, collectives)
     return BatchFeed(
         rows,
         prompts_per_batch=args.generation_batch_size // args.num_generations,
@@ -54,19 +80,33 @@ def batch_feed(args: GRPOConfig, rows: datasets.Dataset, collectives: Collective
         rank=collectives.rank,
         world_size=collectives.world_size,
         shuffle=args.shuffle_dataset,
-        seed=args.data_seed if args.data_seed is not None else args.seed,
+        seed=_order_seed(args),
     )
 
 
-def eval_loader(args: GRPOConfig, rows: datasets.Dataset, collectives: Collectives) -> DataLoader[Row]:
+def micro_steps_at(args: GRPOConfig, feed: BatchFeed | StreamFeed, global_step: int) -> int:
+    """Micro-batches trained up to an optimizer step; an epoch's last step may have fewer than the others."""
+    accumulation = args.gradient_accumulation_steps
+    if feed.batches_per_epoch is None:
+        return global_step * accumulation
+    per_epoch = feed.batches_per_epoch * args.micro_batches_per_rollout
+    epochs, steps = divmod(global_step, -(-per_epoch // accumulation))
+    return epochs * per_epoch + steps * accumulation
+
+
+def eval_loader(
+    args: GRPOConfig, rows: datasets.Dataset | datasets.IterableDataset, collectives: Collectives
+) -> DataLoader[Row]:
     """The loader of this rank's share of the evaluation rows, each (prompt, copy) on exactly one rank."""
     assert args.generation_batch_size is not None
     assert args.num_generations_eval is not None
-    blocks = EvalBlocks(
-        len(rows),
+    shape = (
         args.num_generations_eval,
         max(1, args.generation_batch_size // args.num_generations_eval),
         collectives.rank,
         collectives.world_size,
     )
+    if isinstance(rows, datasets.IterableDataset):
+        return DataLoader(StreamEvalBlocks(rows, *shape), batch_size=None, collate_fn=as_list)  # type: ignore[arg-type]
+    blocks = EvalBlocks(len(rows), *shape)
     return DataLoader(NumberedRows(rows), batch_sampler=blocks, collate_fn=as_list)

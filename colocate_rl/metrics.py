@@ -5,10 +5,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from colocate_rl.collectives import Collectives
+
+SAME_SPAN_S = 0.002
+"""A phase that goes on after at most so many seconds has not ended."""
 
 
 class MetricBuffer:
@@ -82,6 +86,27 @@ class MetricBuffer:
         return result
 
 
+class PhaseSpan(NamedTuple):
+    """When a phase began and ended, on the clock that all processes of a machine share (``time.monotonic``)."""
+
+    phase: str
+    start: float
+    end: float
+
+
+class Lap(NamedTuple):
+    """What a clock says about one lap."""
+
+    total: float
+    """Its seconds."""
+    phases: dict[str, float]
+    """How many of them each phase took."""
+    spans: list[PhaseSpan]
+    """Each phase as often as it came, in order."""
+    start: float
+    end: float
+
+
 class PhaseClock:
     """Seconds spent in named phases since the last :meth:`lap`.
 
@@ -91,30 +116,41 @@ class PhaseClock:
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._start = time.perf_counter()
+        self._spans: list[PhaseSpan] = []
+        self._start = time.monotonic()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a ``with`` block."""
         self._synchronize()
-        start = time.perf_counter()
+        start = time.monotonic()
         try:
             yield
         finally:
             self._synchronize()
-            self._seconds[name] += time.perf_counter() - start
+            self._note(PhaseSpan(name, start, time.monotonic()))
 
-    def lap(self) -> tuple[float, dict[str, float]]:
-        """Seconds since the last lap, and how many of them each phase took; then starts the next lap."""
+    def _note(self, span: PhaseSpan) -> None:
+        """Adds a span; to the last one, when it goes on: a wait that is made of many looks is one wait."""
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.phase == span.phase and span.start - last.end < SAME_SPAN_S:
+            self._spans[-1] = last._replace(end=span.end)
+        else:
+            self._spans.append(span)
+
+    def lap(self) -> Lap:
+        """The time since the last lap; then starts the next one."""
         self._synchronize()
-        now = time.perf_counter()
-        total, phases = now - self._start, dict(self._seconds)
-        self._seconds.clear()
+        now = time.monotonic()
+        phases: dict[str, float] = defaultdict(float)
+        for span in self._spans:
+            phases[span.phase] += span.end - span.start
+        lap = Lap(now - self._start, dict(phases), self._spans, self._start, now)
+        self._spans = []
         self._start = now
-        return total, phases
+        return lap
 
     def restart(self) -> None:
         """Starts a lap without reporting the last one."""
-        self._seconds.clear()
-        self._start = time.perf_counter()
+        self._spans = []
+        self._start = time.monotonic()

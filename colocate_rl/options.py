@@ -7,13 +7,16 @@ It imports nothing heavy, so that ``--help`` answers at once; :mod:`colocate_rl.
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
+OnRewardError = Literal["raise", "none"]
 ScaleRewards = Literal["group", "batch", "none"]
+MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
-Overlap = Literal["none", "one_step"]
 LoraSync = Literal["auto", "merged", "adapter"]
+Overlap = Literal["none", "stream", "one_step"]
+ModelImplementation = Literal["vllm", "transformers"]
 
 SUPPORTED_VLLM = ("0.24", "0.33")
 """Half-open range of vLLM versions this package is tested with (both ends)."""
@@ -46,10 +49,10 @@ class GRPOOptions:
     """
 
     # Engines
-    num_vllm_gpus: int = _setting(
-        1,
+    num_vllm_gpus: int | None = _setting(
+        None,
         "K, the number of vLLM engines. Engine e lives inside training rank e (times the tensor-parallel size) and "
-        "runs on the GPUs after the training ranks.",
+        "runs on the GPUs after the training ranks. None: 1, or 0 with use_vllm=False.",
     )
     vllm_devices: list[int] | str | None = _setting(
         None,
@@ -73,7 +76,8 @@ class GRPOOptions:
     )
     vllm_max_num_seqs: int | None = _setting(
         None,
-        "Most completions an engine decodes at once. None: an engine's share of the generation batch, at most 1024.",
+        "Most completions an engine decodes at once; the others wait, and go to whichever engine has room first. "
+        "None: an engine's share of the generation batch, at most 1024.",
     )
     vllm_dtype: str | None = _setting(
         None, "Number type of the engine's weights (float32, bfloat16, float16). None: the type the policy computes in."
@@ -101,18 +105,33 @@ class GRPOOptions:
         "engine, which then computes it beside each layer for each token (not for DoRA, embeddings, or float32 on a "
         "GPU). auto: merged, the cheaper one over a whole step unless completions are very short.",
     )
+    vllm_model_impl: str = _setting(
+        "vllm",
+        "Whose code of the model the engines run: vllm, or transformers (vLLM's wrapper around the model's own code, "
+        "for architectures that vLLM does not have; each engine then lives in a child process of its rank).",
+    )
+    vllm_structured_outputs_regex: str | None = _setting(
+        None,
+        "Completions match this regular expression (unless max_completion_length cuts them). Wins over "
+        "generation_kwargs['structured_outputs']. The sampling log-probabilities are those of the allowed tokens.",
+    )
     overlap: str = _setting(
         "none",
-        "none: ranks wait while engines generate, and the other way round. one_step: engines generate the next batch, "
-        "with the weights of before the update, while ranks train on the last one; each engine then lives in a child "
-        "process of its rank.",
+        "none: ranks wait while engines generate, and the other way round. stream: groups that are finished are "
+        "trained while the others are generated; the gradient is that of none. one_step: engines generate the next "
+        "batch, with the weights of before the update, while ranks train on the last one. With both each engine lives "
+        "in a child process of its rank.",
     )
     max_staleness: int = _setting(
         1,
         "one_step: most optimizer steps by which the policy may be ahead of a batch's weights when its training "
         "begins.",
     )
-    use_vllm: bool = _setting(True, "Kept for TRL scripts. Only True works here: generation is always by the engines.")
+    use_vllm: bool | None = _setting(
+        None,
+        "True (None means this too, unlike in TRL): num_vllm_gpus engines generate. False: each rank generates with "
+        "its own policy through transformers, on its own device; slow, a reference and a fallback.",
+    )
     vllm_mode: str = _setting("colocate", "Kept for TRL scripts. Only 'colocate' (in-process engines) exists here.")
 
     # Model and data
@@ -120,6 +139,9 @@ class GRPOOptions:
         None, "Keyword arguments of from_pretrained when the model is given as a string (JSON on the command line)."
     )
     trust_remote_code: bool = _setting(False, "Allow code from the model's folder or hub repository to run.")
+    cast_lm_head_to_fp32: bool = _setting(
+        False, "Compute the output head of policy and reference in float32 where the rest computes in 16 bits."
+    )
     disable_dropout: bool = _setting(False, "Set every dropout of the policy and the reference to 0.")
     remove_unused_columns: bool = _setting(
         False, "True: pass only the prompt to the reward functions. False: pass every other column too."
@@ -151,25 +173,116 @@ class GRPOOptions:
     min_p: float | None = _setting(None, "Least probability relative to the likeliest token; None is off.")
     repetition_penalty: float = _setting(1.0, "Values above 1.0 make repeated tokens less likely.")
     generation_kwargs: dict[str, Any] | str | None = _setting(
-        None, "Further vLLM SamplingParams keys (JSON on the command line); they win over the settings above."
+        None,
+        "Further vLLM SamplingParams keys (JSON on the command line); they win over the settings above. With "
+        "use_vllm=False: GenerationConfig keys that work through logits, such as suppress_tokens.",
     )
+    cache_implementation: str | None = _setting(
+        None, "use_vllm=False: the kind of key/value cache of transformers' generate. None: the model's own."
+    )
+    max_tool_calling_iterations: int | None = _setting(
+        None, "Most times that a completion may call tools and go on. None: as often as it calls and fits."
+    )
+    use_transformers_continuous_batching: bool = _setting(False, "Kept for TRL scripts; only False works here.")
+    use_transformers_paged: bool = _setting(False, "Kept for TRL scripts; only False works here.")
 
     # Loss
     beta: float = _setting(0.0, "Weight of the KL term. 0: no reference model is loaded.")
     num_iterations: int = _setting(1, "Passes over each generation batch (mu).")
     epsilon: float = _setting(0.2, "Lower clip range of the probability ratio.")
-    epsilon_high: float | None = _setting(None, "Upper clip range of the probability ratio. None: epsilon.")
+    epsilon_high: float | None = _setting(
+        None,
+        "Upper clip range of the probability ratio. None: epsilon. With loss_type cispo it is the cap of the ratio "
+        "itself (5.0 is usual).",
+    )
     delta: float | None = _setting(None, "Upper bound of the unclipped ratio (two-sided clipping). None: no bound.")
     importance_sampling_level: str = _setting(
         "token", "Level of the probability ratio: " + ", ".join(choices(ImportanceSamplingLevel)) + "."
     )
-    loss_type: str = _setting("dapo", "How token losses are averaged: " + ", ".join(choices(LossType)) + ".")
+    loss_type: str = _setting(
+        "dapo",
+        "What a token's loss is, and how token losses are averaged: " + ", ".join(choices(LossType)) + ".",
+    )
+    sapo_temperature_pos: float = _setting(1.0, "sapo: temperature of the gate of tokens with a positive advantage.")
+    sapo_temperature_neg: float = _setting(1.05, "sapo: temperature of the gate of all other tokens.")
+    vespo_k_pos: float = _setting(
+        2.0, "vespo: how strongly sequences that became less likely (w < 1) lose weight; advantages of at least 0."
+    )
+    vespo_lambda_pos: float = _setting(
+        3.0, "vespo: how strongly sequences that became likelier (w > 1) lose weight; advantages of at least 0."
+    )
+    vespo_k_neg: float = _setting(3.0, "vespo: as vespo_k_pos, for negative advantages.")
+    vespo_lambda_neg: float = _setting(2.0, "vespo: as vespo_lambda_pos, for negative advantages.")
     scale_rewards: str = _setting(
         "group", "Standard deviation that divides advantages: group (True means this too), batch, none (False)."
     )
     reward_weights: list[float] | None = _setting(None, "One weight per reward function. None: all 1.0.")
+    multi_objective_aggregation: str = _setting(
+        "sum_then_normalize",
+        "Several reward functions: sum_then_normalize, or normalize_then_sum (GDPO), where each is scaled within its "
+        "group before they are summed and scale_rewards is not read.",
+    )
+    reward_num_workers: int = _setting(
+        0,
+        "Processes per rank that reward functions run in, one call per prompt (coroutine functions and reward models "
+        "stay in the rank). Functions must be picklable and are copied into each process. 0: in the rank itself.",
+    )
+    reward_timeout_s: float | None = _setting(
+        None,
+        "Most seconds for one call of a reward function, which is ended then: the completions of one prompt for a "
+        "function in a worker, all of the rank's for a coroutine function. None: no limit.",
+    )
+    on_reward_error: str = _setting(
+        "raise",
+        "What an error, a time limit or a lost worker in a reward function costs. raise: the run. none: the "
+        "completions concerned get no reward (None) from that function, with one warning per rollout; their share is "
+        "logged as reward_errors/<name>.",
+    )
+    dynamic_sampling: bool = _setting(
+        False,
+        "Replace groups whose rewards are all equal, which teach nothing, by completions of other prompts (DAPO).",
+    )
+    max_resample_tries: int = _setting(
+        3, "dynamic_sampling: most times per generation batch that groups are replaced; the last ones are kept."
+    )
     mask_truncated_completions: bool = _setting(False, "Leave completions that hit a length limit out of the loss.")
     use_bias_correction_kl: bool = _setting(True, "Multiply the KL term by the probability ratio.")
+    sync_ref_model: bool = _setting(
+        False, "Let the reference model follow the policy. Needs beta; checkpoints then hold the reference too."
+    )
+    ref_model_mixup_alpha: float = _setting(
+        0.6, "sync_ref_model: the policy's share in reference <- alpha policy + (1 - alpha) reference."
+    )
+    ref_model_sync_steps: int = _setting(512, "sync_ref_model: optimizer steps between two updates of the reference.")
+    top_entropy_quantile: float = _setting(
+        1.0,
+        "Share of tokens (0 to 1), those of largest entropy, that the policy loss is about, counted over the slices "
+        "of all ranks. 1.0: all of them; 0.2 is usual.",
+    )
+    entropy_coef: float = _setting(
+        0.0, "Weight of an entropy bonus (mean entropy per token, whatever loss_type). Adaptive: the first weight."
+    )
+    use_adaptive_entropy: bool = _setting(
+        False, "Raise entropy_coef after each step whose entropy was at or below entropy_target, and lower it else."
+    )
+    entropy_coef_min: float = _setting(0.0, "use_adaptive_entropy: smallest entropy_coef.")
+    entropy_coef_max: float = _setting(1.0, "use_adaptive_entropy: largest entropy_coef.")
+    entropy_coef_delta: float = _setting(0.005, "use_adaptive_entropy: change of entropy_coef in a step.")
+    entropy_target: float = _setting(
+        0.2,
+        "use_adaptive_entropy: nats per token; the bonus is applied only after a step at or below it. Choose it near "
+        "the entropy logged early in a run.",
+    )
+    router_aux_loss_coef: float | None = _setting(
+        None,
+        "Mixture of experts: weight of the load-balancing loss, over prompt and completion tokens. None: the model's "
+        "own router_aux_loss_coef; 0: off.",
+    )
+    off_policy_mask_threshold: float | None = _setting(
+        None,
+        "Leave completions with a negative advantage out of the policy loss when the engine found them likelier than "
+        "the policy does by more than this, in nats per token (0.5, say). None: keep all.",
+    )
     old_logprobs: str = _setting(
         "policy",
         "Whose log-probabilities are the 'old' ones of the ratio. policy: the policy's at rollout time (no extra pass "
@@ -183,14 +296,26 @@ class GRPOOptions:
     )
     vllm_importance_sampling_clip_max: float | None = _setting(3.0, "Upper bound of the correction weight.")
     vllm_importance_sampling_clip_min: float | None = _setting(None, "Lower bound of the correction weight.")
+    vllm_importance_sampling_cap: float | None = _setting(
+        None, "TRL's old name of vllm_importance_sampling_clip_max; wins over it when set."
+    )
     logprob_chunk_size: int = _setting(
         1024, "Tokens whose logits exist at the same time while log-probabilities are computed (memory against speed)."
+    )
+    use_liger_loss: bool | None = _setting(
+        None,
+        "Kept for older TRL scripts; changes nothing: log-probabilities are always computed without full logits.",
     )
     padding_free: bool | None = _setting(
         None,
         "Pack the rows of a micro-batch into one sequence without padding; each row still attends only to itself. "
         "None: on GPU, where the model's attention allows it. True: on CPU too. Rows keep their padding, with one "
         "line in the log, where the model does not allow it or a check at start finds another result.",
+    )
+    compile_layers: bool | None = _setting(
+        None,
+        "Run the policy's decoder layers and output head compiled (torch.compile), which takes some 20 s at start. "
+        "None: on GPU, where a check at start finds the same result. torch_compile=True is another word for True.",
     )
     max_tokens_per_micro_batch: int | None = _setting(
         None,
@@ -205,6 +330,16 @@ class GRPOOptions:
     )
     num_completions_to_print: int | None = _setting(None, "Rows of that table (random sample). None: all; 0: none.")
     log_unique_prompts: bool = _setting(False, "Keep only the first completion of each prompt in that table.")
+    log_timeline: bool = _setting(
+        False,
+        "Append when each rank and engine did what to timeline.jsonl in the output folder, one object per phase; "
+        "seconds of the machine's monotonic clock.",
+    )
+    log_reward_trace: bool = _setting(
+        False,
+        "Append each prompt's rewards, by function and completion, to rewards.jsonl in the output folder, to follow a "
+        "prompt over epochs. The file is begun anew at 256 MiB; the one before is kept.",
+    )
     learning_rate: float = _setting(1e-6, "Initial learning rate of AdamW.")
     logging_steps: float = _setting(10, "Optimizer steps between two logs (a share of all steps when below 1).")
     gradient_checkpointing: bool | None = _setting(
@@ -233,7 +368,7 @@ OWN_SAMPLING_KEYS = {
     "seed": "seed with vllm_per_request_seeds",
 }
 """Keys of ``generation_kwargs`` that have a setting of their own, which the loss reads too."""
-ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind")
+ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind", "stop")
 """Keys of ``generation_kwargs`` that decide how completions are read back."""
 ENGINE_OWNED_ARGUMENTS = (
     "model",
@@ -247,6 +382,20 @@ ENGINE_OWNED_ARGUMENTS = (
     "lora_target_modules",
 )
 """Arguments of ``vllm.LLM`` that the engine's place in the run depends on."""
+POLICY_SAMPLING_KEYS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_eos_token_id",
+    "ignore_eos",
+    "min_new_tokens",
+    "remove_invalid_values",
+    "sequence_bias",
+    "suppress_tokens",
+)
+"""Keys of ``generation_kwargs`` with ``use_vllm=False``.
+
+They change the next token's distribution, whatever the padding of a row."""
 
 
 def option_fields() -> tuple[Field[Any], ...]:

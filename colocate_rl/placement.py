@@ -5,7 +5,7 @@ devices after them. Shard j of engine e lives inside local rank e*t+j. Called by
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from colocate_rl.errors import PlacementError
 
@@ -31,6 +31,8 @@ class Placement:
     shards: tuple[Shard, ...]
     shared_devices: tuple[int, ...] = ()
     """Devices that train and generate at once (only when the user named them)."""
+    by_policies: bool = False
+    """Every rank generates with its own policy; "engine" r then is rank r itself."""
 
     @classmethod
     def on_gpus(
@@ -60,11 +62,7 @@ class Placement:
             _check_device_count(num_ranks, num_engines, tensor_parallel_size, num_devices)
             devices = range(num_ranks, num_ranks + num_shards)
         _check_named_devices(devices, num_shards, num_devices, "GPU")
-        if num_ranks > num_devices:
-            raise PlacementError(
-                f"{num_ranks} training ranks need {num_ranks} GPUs but {num_devices} are visible. "
-                f"Launch with --num_processes {num_devices} at most."
-            )
+        _check_ranks(num_ranks, num_devices)
         shared = tuple(sorted(set(devices) & set(range(num_ranks))))
         return cls._build(num_ranks, num_engines, tensor_parallel_size, list(devices), shared)
 
@@ -89,6 +87,21 @@ class Placement:
             _check_named_devices(devices, num_shards, num_cores, "CPU core")
             return cls._build(num_ranks, num_engines, tensor_parallel_size, list(devices), ())
         return cls._build(num_ranks, num_engines, tensor_parallel_size, [None] * num_shards, ())
+
+    @classmethod
+    def without_engines(cls, *, num_ranks: int, num_devices: int | None) -> "Placement":
+        """No engines: every rank generates with its own policy, where it trains.
+
+        Args:
+            num_ranks: training ranks on this node (W).
+            num_devices: GPUs that the runtime counts; None on CPU.
+
+        Raises:
+            PlacementError: for more ranks than GPUs.
+        """
+        _check_ranks(num_ranks, num_devices)
+        devices = [None if num_devices is None else rank for rank in range(num_ranks)]
+        return replace(cls._build(num_ranks, num_ranks, 1, devices, ()), by_policies=True)
 
     @classmethod
     def _build(
@@ -119,6 +132,8 @@ class Placement:
         return engine * self.tensor_parallel_size
 
     def __str__(self) -> str:
+        if self.by_policies:
+            return f"{self.num_ranks} training rank(s), no engine: each generates with its own policy"
         lines = [f"{self.num_ranks} training rank(s), {self.num_engines} engine(s)"]
         for rank in range(self.num_ranks):
             shard = self.shard_of(rank)
@@ -176,7 +191,8 @@ def _check_counts(num_ranks: int, num_engines: int, tensor_parallel_size: int, n
     if num_engines < 1:
         raise PlacementError(
             f"num_vllm_gpus is {num_engines}: with no engine nothing generates completions. Set --num-vllm-gpus to at "
-            f"least 1.{_hint(num_devices, 1, tensor_parallel_size)}"
+            f"least 1, or use_vllm=False to let each rank generate with its own policy."
+            f"{_hint(num_devices, 1, tensor_parallel_size)}"
         )
     num_shards = num_engines * tensor_parallel_size
     if num_shards > num_ranks:
@@ -187,6 +203,14 @@ def _check_counts(num_ranks: int, num_engines: int, tensor_parallel_size: int, n
             f"training rank(s) to host the engine(s), one shard inside each, but this launch has {num_ranks}. Raise "
             f"--num_processes to at least {num_shards}{lower}."
             f"{_hint(num_devices, num_engines, tensor_parallel_size)}"
+        )
+
+
+def _check_ranks(num_ranks: int, num_devices: int | None) -> None:
+    if num_devices is not None and num_ranks > num_devices:
+        raise PlacementError(
+            f"{num_ranks} training ranks need {num_ranks} GPUs but {num_devices} are visible. "
+            f"Launch with --num_processes {num_devices} at most."
         )
 
 

@@ -1,5 +1,6 @@
 """Everything that can be wrong, checked before a model is loaded and on every rank alike."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,14 +11,23 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.engine.vllm_api import vllm_version
+from colocate_rl.engine.spec import vllm_version
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
-from colocate_rl.rollout.rewards import RewardFunction, Rewards
+from colocate_rl.rollout.rewards import Reward, Rewards
+from colocate_rl.scoring.contract import RewardOptions
+from colocate_rl.scoring.models import ModelOptions
 from colocate_rl.training import policy as policies
+from colocate_rl.training.routers import router_loss
 
-EvalSets: TypeAlias = datasets.Dataset | Mapping[str, datasets.Dataset]
+logger = logging.getLogger(__name__)
+
+Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
+EvalSets: TypeAlias = Rows | Mapping[str, Rows]
+NUM_STREAM_PROMPTS = 64
+"""Prompts of a stream that are checked before training; memory is planned for the longest of them."""
+RewardTokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,39 +44,46 @@ class Checked:
     """Tokens of the longest training prompt among this rank's share."""
 
 
-def check_run(
-    args: GRPOConfig,
-    collectives: Collectives,
-    *,
-    model: str | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    reward_funcs: RewardFunction | Sequence[RewardFunction] | None,
-    train_dataset: datasets.Dataset | None,
-    eval_dataset: EvalSets | None,
-) -> Checked:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the trainer was constructed with."""
+
+    model: str | PreTrainedModel
+    train_dataset: Rows | None
+    eval_dataset: EvalSets | None = None
+    reward_funcs: Reward | Sequence[Reward] | None = None
+    reward_processing_classes: RewardTokenizers = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """Of the tools, which are part of every prompt."""
+
+
+def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Checked:
     """Checks launch, settings, rewards, data and model configuration; no weights are read.
 
     Raises:
         ColocateError: the first problem found.
     """
-    vllm_version()
-    placement = engines.plan_placement(args, collectives.world_size, engines.num_nodes())
-    functions = [] if reward_funcs is None else reward_funcs
-    single = callable(functions) or isinstance(functions, str)
-    rewards = Rewards([functions] if single else list(functions), args.reward_weights)  # type: ignore[list-item,arg-type]
+    model, tokenizer, train_dataset = given.model, given.tokenizer, given.train_dataset
+    placement = _placement(args, collectives.world_size)
+    rewards = make_rewards(args, given.reward_funcs, given.reward_processing_classes)
     if train_dataset is None:
         raise DataError("train_dataset is required.")
-    check_dataset("train_dataset", train_dataset)
-    if not args.remove_unused_columns:
-        _check_columns(train_dataset)
-    _check_enough_prompts(args, train_dataset)
-    for name, rows in eval_sets(eval_dataset).items():
+    _check_train_dataset(args, train_dataset)
+    for name, rows in eval_sets(given.eval_dataset).items():
         check_dataset(name, rows)
     init_kwargs = _init_kwargs(args)
     if isinstance(model, str):
         config = policies.load_config(model, init_kwargs, trust_remote_code=args.trust_remote_code)
     else:
         config = model.config
+    router = router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs)
+    if router is not None and args.overlap == "stream":
+        raise ConfigError(
+            f"overlap='stream' trains a group while others are generated, but the load-balancing loss of "
+            f"{type(config).__name__} (weight {router.weight}) needs the experts of a whole slice. Set "
+            "router_aux_loss_coef=0, or choose another overlap."
+        )
     if tokenizer is None:
         name = model if isinstance(model, str) else config._name_or_path
         tokenizer = policies.load_tokenizer(name, init_kwargs, trust_remote_code=args.trust_remote_code)
@@ -90,14 +107,42 @@ def check_run(
             f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
     assert not isinstance(args.chat_template_kwargs, str)
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, given.schemas)
     longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
-    for name, rows in eval_sets(eval_dataset).items():
+    for name, rows in eval_sets(given.eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
     return Checked(placement, rewards, config, tokenizer, window, longest)
 
 
-def eval_sets(eval_dataset: EvalSets | None) -> dict[str, datasets.Dataset]:
+def _placement(args: GRPOConfig, num_ranks: int) -> Placement:
+    if args.use_vllm:
+        vllm_version()
+    return engines.plan_placement(args, num_ranks, engines.num_nodes())
+
+
+def make_rewards(
+    args: GRPOConfig, reward_funcs: Reward | Sequence[Reward] | None, tokenizers: RewardTokenizers
+) -> Rewards:
+    """The reward sources as the settings want them asked; nothing is loaded or started yet.
+
+    Raises:
+        ConfigError: for anything that is no reward source, or cannot be used so.
+    """
+    assert not isinstance(args.chat_template_kwargs, str)
+    functions: Any = [] if reward_funcs is None else reward_funcs
+    single = callable(functions) or isinstance(functions, str)
+    if tokenizers is not None and not isinstance(tokenizers, list | tuple):
+        tokenizers = [tokenizers]  # type: ignore[list-item]  # a tokenizer is a sequence to isinstance, not to mypy
+    return Rewards(
+        [functions] if single else list(functions),
+        args.reward_weights,
+        options=RewardOptions(args.reward_num_workers, args.reward_timeout_s, args.on_reward_error),
+        processing_classes=tokenizers,
+        model_options=ModelOptions(_init_kwargs(args), args.trust_remote_code, args.chat_template_kwargs),
+    )
+
+
+def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:
     """The evaluation sets by a name for messages."""
     if eval_dataset is None:
         return {}
@@ -106,30 +151,66 @@ def eval_sets(eval_dataset: EvalSets | None) -> dict[str, datasets.Dataset]:
     return {"eval_dataset": eval_dataset}
 
 
+def _check_train_dataset(args: GRPOConfig, rows: Rows) -> None:
+    check_dataset("train_dataset", rows)
+    if not args.remove_unused_columns:
+        _check_columns(rows)
+    if isinstance(rows, datasets.IterableDataset):
+        _check_stream(args)
+    else:
+        _check_enough_prompts(args, rows)
+
+
 def check_dataset(name: str, rows: Any) -> None:
-    """Refuses anything but a map-style data set with a ``prompt`` column and at least one row.
+    """Refuses anything but a data set, streaming or not, with a ``prompt`` column and at least one row.
 
     Raises:
         TypeError: for another type of data set.
         DataError: for a missing column or an empty set.
     """
-    if not isinstance(rows, datasets.Dataset):
+    if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
         raise TypeError(
-            f"{name} must be a datasets.Dataset, got {type(rows).__name__}. Load it with datasets.load_dataset(..., "
-            "split=...); streaming sets are not supported yet."
+            f"{name} must be a datasets.Dataset or IterableDataset, got {type(rows).__name__}. Load it with "
+            "datasets.load_dataset(..., split=...)."
         )
-    if "prompt" not in rows.column_names:
+    columns = column_names(rows)
+    if not columns:
+        raise DataError(f"{name} has no rows.")
+    if "prompt" not in columns:
         raise DataError(
-            f"{name} has no column 'prompt'; its columns are {', '.join(rows.column_names)}. Rename the one that holds "
+            f"{name} has no column 'prompt'; its columns are {', '.join(columns)}. Rename the one that holds "
             "the prompts, for instance with dataset.rename_column."
         )
-    if len(rows) == 0:
+    if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows.")
 
 
-def _check_columns(rows: datasets.Dataset) -> None:
-    taken = [name for name in rows.column_names if name in ("prompts", "completions", "trainer_state")]
-    taken += [name for name in rows.column_names if name in ("log_extra", "log_metric")]
+def column_names(rows: Rows) -> list[str]:
+    """The columns; those of a stream that does not say are its first row's."""
+    if rows.column_names is not None:
+        return list(rows.column_names)
+    return list(next(iter(rows.take(1)), {}))
+
+
+def _check_stream(args: GRPOConfig) -> None:
+    if args.max_steps <= 0:
+        raise ConfigError(
+            "train_dataset is a stream, which has no length, so the run needs one: set max_steps to the number of "
+            "optimizer steps."
+        )
+    if args.dynamic_sampling:
+        raise ConfigError(
+            "dynamic_sampling=True draws further prompts from anywhere in train_dataset, which a stream does not "
+            "allow. Load the data set without streaming=True."
+        )
+    if args.dataloader_num_workers:
+        logger.warning("dataloader_num_workers=%d: a stream is read in the rank itself.", args.dataloader_num_workers)
+
+
+def _check_columns(rows: Rows) -> None:
+    names = column_names(rows)
+    taken = [name for name in names if name in ("prompts", "completions", "trainer_state")]
+    taken += [name for name in names if name in ("log_extra", "log_metric")]
     if taken:
         raise DataError(
             f"train_dataset has column(s) {', '.join(taken)}, which are names of arguments that reward functions get "
@@ -151,16 +232,21 @@ def _check_enough_prompts(args: GRPOConfig, rows: datasets.Dataset) -> None:
 
 def _check_prompts(
     name: str,
-    rows: datasets.Dataset,
+    rows: Rows,
     codec: PromptCodec,
     window: int | None,
     vocab_size: int | None,
     collectives: Collectives,
 ) -> int:
-    """Encodes every prompt of this rank's share (the caller makes all fail together); the longest one's tokens."""
+    """Encodes every prompt of this rank's share (the caller makes all fail together); the longest one's tokens.
+
+    Of a stream the first prompts are checked; the others are when their turn comes.
+    """
     longest = 0
-    prompts = rows.select_columns(["prompt"])
-    for index in range(collectives.rank, len(rows), collectives.world_size):
+    prompts: Any = rows.select_columns(["prompt"])
+    if isinstance(rows, datasets.IterableDataset):
+        prompts = list(prompts.take(NUM_STREAM_PROMPTS))
+    for index in range(collectives.rank, len(prompts), collectives.world_size):
         try:
             ids = codec.encode(prompts[index]["prompt"])
         except DataError as error:

@@ -1,4 +1,4 @@
-"""What a run writes down: figures of rollouts and steps, the completions table, and ``metrics.jsonl``."""
+"""What a run writes down: figures of rollouts and steps (``metrics.jsonl``), who did what when, completions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from colocate_rl.balance import imbalance
 from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog
 from colocate_rl.config import GRPOConfig
-from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.collect import Answered, Scored
+from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
+from colocate_rl.rewardtrace import RewardTrace
+from colocate_rl.rollout.collect import Answered, Row, Scored
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats
+from colocate_rl.rollout.sampler import PROMPT_INDEX
 
 METRICS_FILE = "metrics.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 PHASES = ("generate", "score", "sync")
 """Phases with a clock of their own; the rest of a step is training."""
 
@@ -46,6 +50,10 @@ class RunLog:
         self._args = args
         self._collectives = collectives
         self._engine_seconds = [0.0] * num_engines
+        self._events: list[dict[str, Any]] = []
+        self._timeline: list[dict[str, Any]] = []
+        self._reward_names = list(reward_names)
+        self._trace: RewardTrace | None = None
 
     def note_engines(self, stats: Sequence[EngineStats]) -> None:
         """Logs what each engine did for a generation batch: an idle engine must be visible at once."""
@@ -57,6 +65,12 @@ class RunLog:
             tokens, seconds = torch.tensor(float(stat.num_tokens)), torch.tensor(stat.seconds)
             self.metrics.share(f"{name}/tokens_per_s", tokens, seconds)
             self._engine_seconds[stat.engine] += stat.seconds
+            for span in stat.spans if self._collectives.rank == 0 else ():
+                self._add_event("generate", span.start, span.end, engine=stat.engine)
+        if len(stats) > 1:
+            self.metrics.mean("balance/engine_tokens_before", imbalance([stat.num_tokens_in_order for stat in stats]))
+            self.metrics.mean("balance/engine_tokens", imbalance([stat.num_tokens for stat in stats]))
+            self.metrics.mean("balance/engine_seconds", imbalance([stat.seconds for stat in stats]))
 
     def note_staleness(self, answered: Answered, policy_version: int) -> None:
         """Logs how many versions the policy is ahead of the completions it is about to learn from."""
@@ -78,10 +92,23 @@ class RunLog:
         for prompts, completions, rewards, advantages, extras in self._collectives.gather_objects(mine):
             self.completions.add(prompts, completions, rewards, advantages, extras)
 
+    def note_rewards(self, step: int, rows: Sequence[Row], rewards: torch.Tensor, *, trained: bool) -> None:
+        """Appends all ranks' rewards to the trace, if there is one; every rank must call it."""
+        if not self._args.log_reward_trace:
+            return
+        indices = torch.tensor([row[PROMPT_INDEX] for row in rows], dtype=torch.float64)
+        table = torch.cat(self._collectives.gather_ragged(torch.cat([indices[:, None], rewards.double()], dim=1)))
+        with self._collectives.failing_together("writing the reward trace"):
+            if self._collectives.rank == 0:
+                if self._trace is None:
+                    self._trace = RewardTrace(Path(self._args.output_dir or "."), self._reward_names)
+                self._trace.add(step, table[:, 0].long().tolist(), table[:, 1:], trained=trained)
+
     def note_step(self) -> None:
         """Logs how long the optimizer step took, phase by phase, and how idle each side was."""
-        total, phases = self.clock.lap()
-        others = {name: phases.get(name, 0.0) for name in PHASES}
+        lap = self.clock.lap()
+        total = lap.total
+        others = {name: lap.phases.get(name, 0.0) for name in PHASES}
         train = max(total - sum(others.values()), 0.0)
         self.metrics.mean("step_time", total)
         for name, seconds in {**others, "train": train}.items():
@@ -90,14 +117,39 @@ class RunLog:
         self.metrics.mean("time/idle_train", 1 - train / total)
         self.metrics.mean("time/overlap_efficiency", min(1.0, max(train, *self._engine_seconds) / total))
         self.metrics.mean("time/idle_generate", max(0.0, 1 - busy / total))
+        self.metrics.mean(f"rank/{self._collectives.rank}/busy", train / total)
+        for engine, seconds in enumerate(self._engine_seconds):
+            self.metrics.mean(f"engine/{engine}/busy", min(1.0, seconds / total))
         self._engine_seconds = [0.0] * len(self._engine_seconds)
+        for phase, start, end in with_training(lap):
+            self._add_event(phase, start, end, rank=self._collectives.rank)
 
-    def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> None:
-        """Appends one record to ``metrics.jsonl``, and writes the completions table; on the main rank only."""
+    def _add_event(self, phase: str, start: float, end: float, **who: int) -> None:
+        if self._args.log_timeline:
+            self._events.append({**who, "phase": phase, "start": start, "end": end})
+
+    def flush(self) -> dict[str, float | None]:
+        """All ranks' figures since the last call; every rank must call it."""
+        if self._args.log_timeline:
+            gathered = self._collectives.gather_objects(self._events)
+            self._events = []
+            events = [event for rank_events in gathered for event in rank_events]
+            self._timeline = sorted(events, key=lambda event: event["start"])
+        return self.metrics.flush(self._collectives)
+
+    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> Path:
         folder = Path(self._args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / METRICS_FILE).open("a") as lines:
-            lines.write(json.dumps({"step": step, **logs}) + "\n")
+        with (folder / name).open("a") as lines:
+            lines.writelines(json.dumps(record) + "\n" for record in records)
+        return folder
+
+    def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> None:
+        """Appends to ``metrics.jsonl`` and ``timeline.jsonl``, writes the completions table; on the main rank only."""
+        folder = self._append(METRICS_FILE, [{"step": step, **logs}])
+        if self._timeline:
+            self._append(TIMELINE_FILE, self._timeline)
+            self._timeline = []
         if with_completions and self._args.log_completions:
             self.completions.flush(
                 step,
@@ -106,3 +158,16 @@ class RunLog:
                 unique_prompts=self._args.log_unique_prompts,
                 console=Console(),
             )
+
+
+def with_training(lap: Lap) -> list[PhaseSpan]:
+    """The spans of a step, with training wherever no other phase was under way."""
+    spans, free = [], lap.start
+    for span in lap.spans:
+        if span.start > free:
+            spans.append(PhaseSpan("train", free, span.start))
+        spans.append(span)
+        free = max(free, span.end)
+    if lap.end > free:
+        spans.append(PhaseSpan("train", free, lap.end))
+    return spans

@@ -1,9 +1,10 @@
-"""When engines generate and when ranks train: one after the other, or one batch ahead."""
+"""When engines generate and when ranks train: one after the other, side by side, or one batch ahead."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from colocate_rl.errors import EngineError
+from colocate_rl.errors import EngineError, PeerError
 from colocate_rl.metrics import PhaseClock
 from colocate_rl.rollout.collect import Answered, Begun, Rollout, Row
 from colocate_rl.sync import WeightSync
@@ -55,6 +56,33 @@ class Synchronous:
 
     def forget(self) -> None:
         """Nothing is ever kept."""
+
+
+class Streamed(Synchronous):
+    """Sync, generate, and train what has finished meanwhile: the engines work in the background.
+
+    :meth:`next` is that of :class:`Synchronous`, for a generation batch that a resumed run finds half used.
+    """
+
+    _begun: Begun | None = None
+
+    def begin(self, number: int, rows: Sequence[Row], policy_version: int) -> Begun:
+        """Has the engines start generation batch ``number``; every rank must call it."""
+        with self._clock.phase("sync"):
+            self._sync.sync(policy_version)
+        self._begun = self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number))
+        return self._begun
+
+    def end(self) -> None:
+        """Says that all of the batch has come."""
+        self._begun = None
+
+    def forget(self) -> None:
+        """Waits for what an interrupted run left under way, and drops it; it may be the engines' failure."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with contextlib.suppress(EngineError, PeerError):
+                self._rollout.wait(begun)
 
 
 class OneStepAhead:

@@ -1,24 +1,27 @@
 """From the configuration to the settings of each room, so that no room reads the whole configuration."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from colocate_rl import engines
+from colocate_rl import backend, engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
+from colocate_rl.errors import ConfigError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
-from colocate_rl.training import attention, packing, selfcheck
-from colocate_rl.training import policy as policies
+from colocate_rl.training.aggregation import DENOMINATORS
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.memory import estimate_step
+from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
 from colocate_rl.training.objective import Objective
+from colocate_rl.training.routers import router_loss
+from colocate_rl.training.selection import EntropySelection
+from colocate_rl.training.surrogates import Gamma
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +43,69 @@ def loss_settings(args: GRPOConfig) -> LossSettings:
         beta=args.beta,
         use_bias_correction_kl=args.use_bias_correction_kl,
         max_completion_length=args.max_completion_length,
-        correction=args.vllm_importance_sampling_correction and args.old_logprobs == "policy",
+        correction=bool(args.use_vllm) and args.vllm_importance_sampling_correction and args.old_logprobs == "policy",
         correction_mode=args.vllm_importance_sampling_mode,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         correction_clip_min=args.vllm_importance_sampling_clip_min,
+        off_policy_threshold=args.off_policy_mask_threshold,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        vespo_positive=Gamma(args.vespo_k_pos, args.vespo_lambda_pos),
+        vespo_negative=Gamma(args.vespo_k_neg, args.vespo_lambda_neg),
     )
+
+
+def objective(
+    args: GRPOConfig, config: PretrainedConfig, autocast: Callable[[], Any], collectives: Collectives
+) -> Objective:
+    """The objective of a run, for padded rows of a policy with this configuration."""
+    selection = EntropySelection(args.top_entropy_quantile, collectives) if args.top_entropy_quantile < 1 else None
+    return Objective(
+        settings=loss_settings(args),
+        temperature=args.temperature,
+        chunk=args.logprob_chunk_size,
+        autocast=autocast,
+        max_tokens=args.max_tokens_per_micro_batch,
+        selection=selection,
+        bonus=entropy_bonus(args),
+        fp32_head=args.cast_lm_head_to_fp32,
+        router=router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs),
+    )
+
+
+def entropy_bonus(args: GRPOConfig) -> EntropyBonus | None:
+    """What weighs the entropy bonus; None: there is none."""
+    if not args.use_adaptive_entropy:
+        return EntropyBonus(args.entropy_coef) if args.entropy_coef != 0.0 else None
+    return EntropyBonus(
+        args.entropy_coef,
+        target=args.entropy_target,
+        delta=args.entropy_coef_delta,
+        bounds=(args.entropy_coef_min, args.entropy_coef_max),
+    )
+
+
+def moving_parts(
+    args: GRPOConfig, collectives: Collectives, objective: Objective, reference: PreTrainedModel | None
+) -> MovingParts:
+    """What of the objective moves while the run trains.
+
+    Raises:
+        ConfigError: when the reference is to follow the policy but is no model of its own.
+    """
+    moving = None
+    if args.sync_ref_model:
+        if reference is None:
+            raise ConfigError(
+                "sync_ref_model=True needs a reference model of its own, but here the policy without its adapters is "
+                "the reference, which does not move. Remove sync_ref_model, or train all weights."
+            )
+        moving = MovingReference(reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+    return MovingParts(collectives, moving, objective.bonus)
 
 
 def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[int, ...]) -> RolloutSettings:
     """What rollouts read."""
-    assert not isinstance(args.generation_kwargs, str)
     sampling = SamplingSpec(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -58,14 +114,16 @@ def rollout_settings(args: GRPOConfig, pad_token_id: int, end_token_ids: tuple[i
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         stop_token_ids=end_token_ids,
-        extra=args.generation_kwargs or {},
+        extra=backend.sampling_extra(args),
     )
     return RolloutSettings(
         sampling=sampling,
         pad_token_id=pad_token_id,
         scale_rewards=str(args.scale_rewards),
+        multi_objective_aggregation=args.multi_objective_aggregation,
         mask_truncated_completions=args.mask_truncated_completions,
         pass_columns=not args.remove_unused_columns,
+        deal_rows=DENOMINATORS[args.loss_type] != "slice tokens",
     )
 
 
@@ -113,59 +171,3 @@ def decide_checkpointing(args: GRPOConfig, model: torch.nn.Module, placement: Pl
         memory / 2**30,
         tokens,
     )
-
-
-def decide_packing(
-    args: GRPOConfig, models: Sequence[PreTrainedModel], objective: Objective, collectives: Collectives
-) -> Objective:
-    """Lets rows pass through the models without padding where that is wanted, possible and proven to be the same.
-
-    Args:
-        args: the run's configuration.
-        models: policy and, where there is one, reference, on their device.
-        objective: computes with padding.
-        collectives: every rank must call this; all of them decide alike.
-
-    Returns:
-        The objective to use.
-    """
-    wanted = args.padding_free if args.padding_free is not None else args.device.type == "cuda"
-    if not wanted:
-        return objective
-    reasons = [reason for reason in collectives.gather_objects(_try_packing(args, models, objective)) if reason]
-    if not reasons:
-        return replace(objective, packed=True)
-    for model in models:
-        if model.config._attn_implementation == attention.NAME:
-            attention.uninstall(model)
-    logger.log(
-        logging.WARNING if args.padding_free else logging.INFO,
-        "rows keep their padding: %s %s. padding_free=False says so without asking.",
-        type(models[0]).__name__,
-        reasons[0],
-    )
-    return objective
-
-
-def _try_packing(args: GRPOConfig, models: Sequence[PreTrainedModel], objective: Objective) -> str | None:
-    """Prepares the models; why they must keep their padding, or None."""
-    known = next(filter(None, map(packing.obstacle, models)), None)
-    if known is not None:
-        return f"is not made for packed rows: {known}"
-    exact = policies.model_dtype(models[0]) == torch.float32 and not (args.bf16 or args.fp16)
-    for model in models:
-        attention.install(model)
-        try:
-            found = selfcheck.compare(model, objective)
-        except Exception as error:  # whatever a model of another kind stumbles over: it keeps its padding
-            return f"fails on packed rows ({type(error).__name__}: {error})"
-        shortfall = found.shortfall(exact=exact)
-        if shortfall is not None:
-            return f"computes something else on packed rows: {shortfall}"
-        logger.info(
-            "%s without padding: mean log-probability gap %.1e to padded rows, cosine of gradients %.6f",
-            type(model).__name__,
-            found.logprob_gap,
-            found.gradient_cosine,
-        )
-    return None

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,30 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, preflight, senders, settings
+from colocate_rl import engines, loaders, multiturn, preflight, senders, settings, speedups
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.errors import ConfigError
+from colocate_rl.hooks import StepHooks
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.custom import FreeGenerator
+from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
-from colocate_rl.rollout.rewards import RewardFunction
+from colocate_rl.rollout.resample import Resampler
+from colocate_rl.rollout.rewards import Reward
+from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.runlog import RunLog
-from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
+from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
+from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
-from colocate_rl.training import adapters
+from colocate_rl.training import adapters, compiling
 from colocate_rl.training import policy as policies
 from colocate_rl.training.loading import load_models
-from colocate_rl.training.objective import Objective
+from colocate_rl.training.passes import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -49,22 +55,29 @@ class GRPOTrainer(Trainer):
     Args:
         model: folder or hub name of a causal language model (loaded in float32 unless ``model_init_kwargs`` says
             otherwise), or the model itself.
-        reward_funcs: one callable or several; called with keywords ``prompts``, ``completions``, ``completion_ids``,
-            every further column, ``trainer_state``, ``log_extra``, ``log_metric``; each returns one float or None per
-            completion.
+        reward_funcs: one source of rewards or several. Functions and coroutine functions are called with keywords
+            ``prompts``, ``completions``, ``completion_ids``, every further column, ``trainer_state``, ``log_extra``,
+            ``log_metric``; each returns one float or None per completion. Reward models (sequence classifiers with one
+            label), or their folder or hub name, read prompt and completion.
         args: the configuration; None: ``GRPOConfig("<model name>-GRPO")``.
-        train_dataset: with a ``prompt`` column of strings or of message lists.
+        train_dataset: with a ``prompt`` column of strings or of message lists; a streaming one needs ``max_steps``.
         eval_dataset: the same, or several by name.
         processing_class: the tokenizer; None: the model's own.
-        reward_processing_classes: not supported yet.
+        reward_processing_classes: tokenizers of the reward models, one entry per source (None for functions); None:
+            their own.
         callbacks: as in ``Trainer``.
         optimizers: as in ``Trainer``.
         quantization_config: a ``BitsAndBytesConfig`` for the base weights under an adapter (GPU, model by name).
         peft_config: a ``LoraConfig``: an adapter is trained, the base weights stay as they are. A ``PeftModel`` as
             ``model`` goes on training its active adapter.
-        tools: not supported yet.
-        rollout_func: not supported yet.
-        environment_factory: not supported yet.
+        tools: functions, sync or async, with type hints and Google docstrings, which completions may call; each goes on
+            behind what its tools answered, up to ``max_completion_length`` in all. Prompts must be conversational.
+        rollout_func: called as ``rollout_func(prompts, trainer)`` in place of the engines, with this rank's prompts
+            (one per completion; in an evaluation perhaps none); returns a dictionary of lists with one entry each:
+            ``prompt_ids``, ``completion_ids``, ``logprobs``, optionally ``env_mask`` (0: not sampled, not learned
+            from); any further entry becomes an argument of the reward functions. :meth:`generate` reaches the engines
+            from inside it.
+        environment_factory: not supported; see ``tools`` and ``rollout_func``.
 
     Raises:
         ColocateError: for anything that cannot work, before a model is loaded.
@@ -73,12 +86,12 @@ class GRPOTrainer(Trainer):
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
-        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        reward_funcs: Reward | list[Reward] | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: datasets.Dataset | None = None,
+        train_dataset: datasets.Dataset | datasets.IterableDataset | None = None,
         eval_dataset: preflight.EvalSets | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: Any = None,
+        reward_processing_classes: preflight.RewardTokenizers = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         quantization_config: Any = None,
@@ -90,31 +103,36 @@ class GRPOTrainer(Trainer):
         model = str(model) if isinstance(model, Path) else model
         name = model if isinstance(model, str) else model.config._name_or_path
         args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
-        _refuse(
-            reward_processing_classes=reward_processing_classes,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
         self.collectives = Collectives(args.device)
         with self.collectives.failing_together("checking the run"):
             adapters.check_arguments(model, peft_config, quantization_config, args=args)
-            checked = preflight.check_run(
-                args,
-                self.collectives,
-                model=model,
-                tokenizer=processing_class,
-                reward_funcs=reward_funcs,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+            longer = multiturn.plan(args, tools, rollout_func, environment_factory)
+            given = preflight.Given(
+                model,
+                train_dataset,
+                eval_dataset,
+                reward_funcs,
+                reward_processing_classes,
+                processing_class,
+                longer.schemas,
             )
+            checked = preflight.check_run(args, self.collectives, given)
+            multiturn.check_template(longer, args, checked.tokenizer, model, checked.config)
+        self.tools = list(tools or [])
+        self.rollout_func = rollout_func
         self.placement = checked.placement
-        self.reward_funcs = checked.rewards.functions
-        self.reward_func_names = checked.rewards.names
-        self.reward_weights = checked.rewards.weights
+        rewards = checked.rewards
+        self.reward_funcs, self.reward_func_names, self.reward_weights = (
+            rewards.functions,
+            rewards.names,
+            rewards.weights,
+        )
         set_seed(args.seed)
         with self.collectives.failing_together("loading the model"):
             policy, self.ref_model = load_models(model, args, peft_config, quantization_config)
+        with self.collectives.failing_together("preparing rewards"):
+            checked.rewards.prepare(args.device)
+        self.reward_processing_classes = checked.rewards.processing_classes
         longest = int(self.collectives.max(torch.tensor([checked.longest_prompt])))
         settings.decide_checkpointing(args, policy, self.placement, longest)
         if args.gradient_checkpointing and adapters.has_adapter(policy):
@@ -131,7 +149,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[_StepHooks(self), *(callbacks or [])],
+            callbacks=[StepHooks(self), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig
@@ -140,50 +158,60 @@ class GRPOTrainer(Trainer):
             nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
         clock = PhaseClock(_synchronizer(args.device))
-        names = checked.rewards.names
-        self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
-        with_padding = Objective(
-            settings=settings.loss_settings(args),
-            temperature=args.temperature,
-            chunk=args.logprob_chunk_size,
-            autocast=self.accelerator.autocast,
-            max_tokens=args.max_tokens_per_micro_batch,
-        )
+        self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
+        with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         models = [adapters.causal_lm(model) for model in (policy, self.ref_model) if model is not None]
-        self._objective = settings.decide_packing(args, models, with_padding, self.collectives)  # type: ignore[arg-type]
-        self._build_engines(checked, longest)
+        objective = speedups.decide_packing(args, models, with_padding, self.collectives)
+        self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
+        self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
+        self._build_engines(checked, longest, longer)
+        self._train_sampler: RepeatSampler | None = None
+        self._evaluated = self._logs_together = False
         self._buffer: list[RolloutBatch] = []
-        self._evaluated = False
-        self._logs_together = False
-        self._micro_step = 0
-        self._micro_steps_since_update = 0
-        self._tokens_per_slice = 1.0
+        self._streamed: StreamedBatch | None = None
+        self._micro_step = self._micro_steps_since_update = 0
+        self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
 
-    def _build_engines(self, checked: preflight.Checked, longest_prompt: int) -> None:
+    def _build_engines(self, checked: preflight.Checked, longest_prompt: int, longer: multiturn.Plan) -> None:
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         window = policies.context_window(policy.config, args.vllm_max_model_length)
-        with self.collectives.failing_together("choosing how weights reach the engines"):
-            lora = senders.lora_slot(args, policy, engines.engine_dtype(args, dtype))
-        facts = engines.PolicyFacts(policy.config, dtype, window, longest_prompt, lora)
-        self.engine = engines.build_engine(args, self.placement, self.collectives, facts)
+        number_type = engines.engine_dtype(args, dtype)
+        sender = None
+        if args.use_vllm:
+            with self.collectives.failing_together("choosing how weights reach the engines"):
+                slot = senders.lora_slot(args, policy, number_type)
+            facts = engines.PolicyFacts(policy.config, dtype, window, longest_prompt, checked.tokenizer, slot)
+            self.engine = engines.build_engine(args, self.placement, self.collectives, facts)
+            sender = senders.sender_of(policy, number_type, slot)
+        else:
+            self.engine = engines.policy_engine(
+                args, self.placement, self.collectives.rank, adapters.causal_lm(policy), self._generating, window
+            )
         generator = Generator(
             self.placement,
             self.engine,
             self.collectives,
             lambda length, where: check_prompt_length(length, limit=window, where=where),
+            engines.shared_capacity(args, self.placement),
         )
         assert not isinstance(args.chat_template_kwargs, str)
-        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs)
+        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs, longer.schemas)
+        chosen = settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids)
+        self._free_generator = FreeGenerator(codec, generator, self.collectives, chosen.sampling)
+        joint = multiturn.Joint(codec, generator, self.collectives, chosen.sampling, self.eos_token_ids, window)
+        vocab_size = policies.vocab_size(policy.config)
         self.rollout = Rollout(
             codec,
             generator,
             checked.rewards,
             self.collectives,
-            settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids),
+            chosen,
             self._log.clock,
+            further=joint.tool_loop(longer, args),
+            replacement=joint.replacement(longer, self, self._free_generator, vocab_size),
         )
-        probe = replace(self._objective, temperature=1.0)
+        probe = replace(self._objective, temperature=1.0, compiled=False)  # one short pass, not worth compiling for
         self.weight_sync = WeightSync(
             self.engine,
             policy,
@@ -191,12 +219,39 @@ class GRPOTrainer(Trainer):
             lambda batch: probe.logprobs(policy, batch),
             vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
             gap_limit=settings.logprob_gap_limit(args, dtype),
-            sender=senders.sender_of(policy, engines.engine_dtype(args, dtype), lora),
+            sender=sender,
         )
         clock, seed = self._log.clock, self._rollout_seed
+        self._resampler = None
+        if args.dynamic_sampling:
+            self._resampler = Resampler(self.collectives, self.reward_weights, args.max_resample_tries)
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
-        if args.overlap == "one_step":
+        self._streamer: Streamer | None = None
+        if args.overlap == "stream":
+            self.schedule = self._build_streamer()
+        elif args.overlap == "one_step":
             self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
+
+    def _build_streamer(self) -> Streamed:
+        assert self.args.steps_per_generation is not None
+        schedule = Streamed(self.rollout, self.weight_sync, self._log.clock, self._rollout_seed)
+        self._streamer = Streamer(
+            schedule,
+            self.rollout,
+            self._objective,
+            self._ref_logprobs if self.args.beta != 0.0 else None,
+            self.collectives,
+            self._log.metrics,
+            self.args.steps_per_generation,
+            self.args.old_logprobs,
+        )
+        return schedule
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[None]:
+        """How the policy runs where it generates itself: a token at a time, which layers are not compiled for."""
+        with compiling.chosen(False), self.accelerator.autocast():
+            yield
 
     def _rollout_seed(self, number: int) -> int | None:
         """Of generation batch ``number``, when completions shall not depend on the number of engines."""
@@ -206,9 +261,11 @@ class GRPOTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Yields this rank's rows of one generation batch, as often as the batch is used."""
-        assert isinstance(self.train_dataset, datasets.Dataset)
-        loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
+        assert isinstance(self.train_dataset, datasets.Dataset | datasets.IterableDataset)
         self._feed = loaders.batch_feed(self.args, self.train_dataset, self.collectives)
+        if isinstance(self.train_dataset, datasets.IterableDataset):
+            return loaders.stream_loader(self.args, self.train_dataset, self.collectives)
+        loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
         prepared: DataLoader[Row] = self.accelerator.prepare(loader)
         return prepared
 
@@ -216,7 +273,7 @@ class GRPOTrainer(Trainer):
         """This rank's rows of a generation batch to come, or None past the end of the run."""
         args = self.args
         first_micro_step = number * args.micro_batches_per_rollout
-        if first_micro_step >= self._micro_steps_in_run():
+        if first_micro_step >= loaders.micro_steps_at(args, self._feed, self.state.max_steps):
             return None
         return self._feed.batch(number)
 
@@ -239,24 +296,70 @@ class GRPOTrainer(Trainer):
         """The micro-batch to train on now; generates when the last generation batch is used up."""
         args = self.args
         assert args.steps_per_generation is not None
-        if self._micro_step % args.micro_batches_per_rollout == 0 or not self._buffer:
+        turn, position = self._micro_step % args.micro_batches_per_rollout, self._micro_step % args.steps_per_generation
+        streams = self._streamer is not None and turn < args.steps_per_generation
+        if not streams and (turn == 0 or not self._buffer):
             self._buffer = self._roll_out(inputs)
-        position = self._micro_step % args.steps_per_generation
         self._micro_step += 1
         self._micro_steps_since_update += 1
-        return position, self._buffer[position].to(args.device)
+        return position, inputs if streams else self._buffer[position].to(args.device)
+
+    def _streamed_loss(self, model: nn.Module, rows: list[Row], position: int) -> torch.Tensor:
+        """Generates and trains on a batch's first turn, takes its last pass on the last; nothing is left between."""
+        args = self.args
+        assert args.steps_per_generation is not None
+        assert self._streamer is not None
+        if position == 0:
+            runner = Runner(
+                model,
+                self.accelerator.unwrap_model(model),
+                args.device,
+                lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
+                lambda: self.accelerator.no_sync(model),
+            )
+            number = (self._micro_step - 1) // args.micro_batches_per_rollout
+            order = self._order_of_rows(len(rows))
+            self._streamed = self._streamer.train(number, rows, order, self.state, runner, self._tokens_per_slice)
+        if position + 1 < args.steps_per_generation:
+            return torch.zeros((), device=args.device, requires_grad=True)
+        assert self._streamed is not None
+        streamed, self._streamed = self._streamed, None
+        self._log.note_staleness(streamed.answered, self.state.global_step)
+        self._note_rollout(streamed.scored, streamed.passes.counts, streamed.answered.stats)
+        loss = streamed.passes.finish(self._tokens_per_slice)
+        if args.num_iterations > 1:
+            self._buffer = streamed.passes.slices()
+        return loss
 
     def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
         args = self.args
         assert args.steps_per_generation is not None
         number = self._micro_step // args.micro_batches_per_rollout
-        answered = self.schedule.next(number, rows, self.state.global_step)
-        scored, batch = self.rollout.score(answered, self._log.metrics, trainer_state=self.state)
-        self._log.note_staleness(answered, self.state.global_step)
-        self._note_rollout(scored, batch, answered.stats)
-        order = torch.randperm(batch.num_rows).tolist()
-        slices = batch.rows(order).split(args.steps_per_generation)
+        step, metrics = self.state.global_step, self._log.metrics
+        answered = self.schedule.next(number, rows, step)
+        rated = self.rollout.rate(answered, metrics, trainer_state=self.state)
+        if self._resampler is not None:
+            assert isinstance(self._feed, BatchFeed)
+            seed = self._rollout_seed(number)
+            ask = partial(
+                self.rollout.sample, metrics=metrics, trainer_state=self.state, seed=seed, policy_version=step
+            )
+            rated, dropped = self._resampler.refill(rated, self._feed.spares(number), ask, metrics)
+            for part in dropped:
+                self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
+        scored, batch = self.rollout.finish(rated, metrics)
+        self._log.note_staleness(rated.answered, step)
+        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
+        self._note_rollout(scored, counts, rated.answered.stats)
+        slices = batch.rows(self._order_of_rows(batch.num_rows)).split(args.steps_per_generation)
         return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
+
+    def _order_of_rows(self, num_rows: int) -> list[int]:
+        """Shuffled where several optimizer steps share the rows; one step sees them all, groups stay together."""
+        if self.args.micro_batches_per_rollout <= self.args.gradient_accumulation_steps:
+            return list(range(num_rows))
+        order: list[int] = torch.randperm(num_rows).tolist()
+        return order
 
     def _with_fixed_logprobs(self, batch: RolloutBatch, position: int) -> RolloutBatch:
         """Adds the log-probabilities that do not change while the generation batch is used.
@@ -283,16 +386,17 @@ class GRPOTrainer(Trainer):
         with adapters.reference_weights(policy):
             return self._objective.logprobs(policy, batch).cpu()
 
-    def _note_rollout(self, scored: Scored, batch: RolloutBatch, stats: Sequence[EngineStats]) -> None:
+    def _note_rollout(self, scored: Scored, counts: torch.Tensor, stats: Sequence[EngineStats]) -> None:
+        """Logs a generation batch, of which this rank trains ``counts``: int64 [2], tokens and tokens in the loss."""
         args = self.args
         assert args.steps_per_generation is not None
-        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         tokens, loss_tokens = self.collectives.sum(counts).tolist()
         self.state.num_input_tokens_seen += tokens
         self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
         self._tokens_per_slice = loss_tokens / self.collectives.world_size / args.steps_per_generation
         self._log.note_engines(stats)
         self._log.note_completions(scored, self.rollout.codec)
+        self._log.note_rewards(self.state.global_step, scored.rows, scored.rewards, trained=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -307,6 +411,8 @@ class GRPOTrainer(Trainer):
         if return_outputs:
             raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
         position, batch = inputs
+        if isinstance(batch, list):
+            return self._streamed_loss(model, batch, position)
         policy = self.accelerator.unwrap_model(model)
 
         @contextlib.contextmanager
@@ -318,6 +424,33 @@ class GRPOTrainer(Trainer):
         if batch.old_logprobs is None and self.args.num_iterations > 1:
             self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
         return loss
+
+    # Generation outside the trainer's own rollouts
+
+    def generate(self, prompts: Sequence[Any], num_generations: int = 1, **sampling: Any) -> dict[str, list[Any]]:
+        """Completions of any prompts by the engines, for a ``rollout_func`` or a callback.
+
+        All engines answer all ranks' prompts in one call, so **every rank must call it equally often** and with the
+        same sampling settings, also a rank that has nothing to ask: it passes an empty list. Ranks that call it
+        unevenly are told so. In a loop whose length differs between prompts, go on until no rank has any left
+        (``trainer.collectives.max``).
+
+        Args:
+            prompts: this rank's: texts, lists of messages, or lists of token ids (to go on behind what has been
+                sampled, without tokenising it again).
+            num_generations: completions of each prompt, which stand side by side in the result.
+            sampling: fields of :class:`colocate_rl.engine.protocol.SamplingSpec` to override, such as ``max_tokens``.
+
+        Returns:
+            What a ``rollout_func`` may return: ``prompt_ids``, ``completion_ids`` and ``logprobs``, each with one list
+            per completion.
+        """
+
+        def prepare() -> None:
+            self.schedule.pause()
+            self.weight_sync.sync(self.state.global_step)
+
+        return self._free_generator(prompts, num_generations, sampling, prepare)
 
     # Evaluation
 
@@ -349,8 +482,9 @@ class GRPOTrainer(Trainer):
 
     def _evaluate_loss(self, policy: nn.Module, batch: RolloutBatch, metrics: MetricBuffer) -> None:
         size = self.args.per_device_eval_batch_size
-        for start in range(0, batch.num_rows, size):
-            part = batch.rows(range(start, min(start + size, batch.num_rows)))
+        most = int(self.collectives.max(torch.tensor([batch.num_rows])))
+        for start in range(0, most, size):  # as often on every rank: an objective may compare them
+            part = batch.rows(range(min(start, batch.num_rows), min(start + size, batch.num_rows)))
             if self.args.beta != 0.0:
                 part = part.with_logprobs(ref_logprobs=self._ref_logprobs(part))
             part = part.to(self.args.device)
@@ -380,7 +514,7 @@ class GRPOTrainer(Trainer):
             super().log(logs, start_time)
             return
         if not is_eval:
-            logs = {**logs, **self._log.metrics.flush(self.collectives)}  # type: ignore[dict-item]
+            logs = {**logs, **self._log.flush()}  # type: ignore[dict-item]
         super().log(logs, start_time)
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():
@@ -410,9 +544,18 @@ class GRPOTrainer(Trainer):
         """Logs the step that has just ended."""
         self._log.note_step()
         self._micro_steps_since_update = 0
+        self._moving.end_step(self.accelerator.unwrap_model(self.model), self.state.global_step, self._log.metrics)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(*args, **kwargs)
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.collectives.failing_together("saving the objective"):
+            if self.args.should_save:
+                folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                self._moving.save(Path(self._get_output_dir(trial=None)) / folder)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        self._moving.load(Path(resume_from_checkpoint))
         self.weight_sync.invalidate()
 
     def _load_best_model(self) -> None:
@@ -426,9 +569,9 @@ class GRPOTrainer(Trainer):
         are trained, so that each prompt is trained as often as in an unbroken run.
         """
         args = self.args
-        epoch, step = divmod(global_step, self._steps_per_epoch())
-        self._micro_step = epoch * self._micro_steps_per_epoch() + step * args.gradient_accumulation_steps
+        self._micro_step = loaders.micro_steps_at(args, self._feed, global_step)
         self._buffer = []
+        self._streamed = None
         self._micro_steps_since_update = 0
         self.schedule.forget()
         self.weight_sync.invalidate()
@@ -437,55 +580,16 @@ class GRPOTrainer(Trainer):
             if self.engine is not None and shard is not None and global_step > 0:
                 self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
 
-    def _micro_steps_per_epoch(self) -> int:
-        return self._feed.batches_per_epoch * self.args.micro_batches_per_rollout
-
-    def _steps_per_epoch(self) -> int:
-        return -(-self._micro_steps_per_epoch() // self.args.gradient_accumulation_steps)
-
-    def _micro_steps_in_run(self) -> int:
-        """Micro-batches up to ``state.max_steps``; an epoch's last step may have fewer than the others."""
-        epochs, steps = divmod(self.state.max_steps, self._steps_per_epoch())
-        return epochs * self._micro_steps_per_epoch() + steps * self.args.gradient_accumulation_steps
-
     def set_epoch(self, epoch: int) -> None:
-        """Gives each epoch its own order of prompts, the same one after a resume."""
-        self._train_sampler.set_epoch(epoch)
+        """Gives each epoch its own order of prompts, the same one after a resume; a stream does so itself."""
+        if self._train_sampler is not None:
+            self._train_sampler.set_epoch(epoch)
 
     def close(self) -> None:
-        """Frees the engine of this rank; the trained model stays usable."""
+        """Frees the engine and the reward workers of this rank; the trained model stays usable."""
+        self.rollout.rewards.close()
         if self.engine is not None:
             self.engine.close()
-
-
-class _StepHooks(TrainerCallback):
-    """Tells the trainer where its steps begin and end."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Puts the trainer where a resumed run stands within its generation batch and its random streams."""
-        self._trainer.resume_at(state.global_step)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gives each epoch its own order of prompts, also after a resume."""
-        self._trainer.set_epoch(int(state.epoch or 0))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the step's clock."""
-        self._trainer.begin_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops it."""
-        self._trainer.end_step()
-
-
-def _refuse(**arguments: Any) -> None:
-    """Refuses constructor arguments of TRL's trainer that do not exist here yet, by name."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise ConfigError(f"GRPOTrainer does not support {', '.join(given)} yet. Remove the argument.")
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -19,6 +19,26 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
 
 
+CHAT_TEMPLATE = """\
+{%- if tools %}tools:{% for tool in tools %}{{ tool.function.name }};{% endfor %}<|eos|>
+{% endif %}
+{%- for message in messages %}{{ message.role }}:{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- set body = dict(name=call.function.name, arguments=call.function.arguments) -%}
+<tool_call>{{ body | tojson }}</tool_call>
+{%- endfor %}<|eos|>
+{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+"""Every turn ends with the end token and a line break, as in Qwen's templates."""
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """The same with a chat template that knows tools."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
 def tiny_config(*, tied: bool = True, layers: int = 2, vocab: int = 288, **changes: object) -> Qwen2Config:
     """Vocabulary a little larger than the tokenizer's, as in real models."""
     values: dict[str, object] = {

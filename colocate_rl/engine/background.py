@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from colocate_rl.engine.child import KEY_VARIABLE, PARENT_VARIABLE, Failure
-from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, SamplingSpec
+from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, SamplingSpec, Span, Work
 from colocate_rl.engine.shared_weights import SharedWeights
 from colocate_rl.errors import EngineError, WeightSyncError
 
@@ -52,6 +52,9 @@ class BackgroundEngine:
         self._buffer: torch.Tensor | None = None
         self._buffer_values = 0
         self._pending = False
+        self._parts: list[tuple[int, list[Completion]]] = []
+        self._span: Span | None = None
+        self._silent_s = 0.0
         self._process: subprocess.Popen[bytes] | None
         self._process, self._pipe = self._start()
         atexit.register(self.close)
@@ -86,25 +89,37 @@ class BackgroundEngine:
                     process.kill()
                     raise
 
-    def begin(self, requests: Sequence[Request], sampling: SamplingSpec) -> None:
+    def begin(self, work: Work, sampling: SamplingSpec) -> None:
         """Starts generating and returns at once; :meth:`finish` waits for the answers."""
-        self._send("generate", list(requests), sampling)
+        self._send("generate", work, sampling)
         self._pending = True
 
-    def finish(self) -> tuple[list[list[Completion]], float]:
-        """Waits for what :meth:`begin` started.
+    def poll(self, timeout_s: float) -> list[tuple[int, list[Completion]]]:
+        """See :meth:`colocate_rl.engine.protocol.Background.poll`; errors of the child are raised here too."""
+        deadline = time.monotonic() + timeout_s
+        while self._pending and self._span is None:
+            kind, value = self._receive(0.0 if self._parts else max(deadline - time.monotonic(), 0.0))
+            if kind == "done":
+                self._span = value
+            elif kind is None:
+                break
+        return self._taken()
 
-        Returns:
-            The completions of every request, and the seconds the engine took.
-        """
+    def finish(self) -> tuple[list[tuple[int, list[Completion]]], Span]:
+        """See :meth:`colocate_rl.engine.protocol.Background.finish`."""
+        if self._span is None:
+            if not self._pending:
+                raise EngineError("the engine is asked for nothing, or has failed: there is nothing to wait for.")
+            self._span = self._result()
         self._pending = False
-        answers, seconds = self._receive()
-        return answers, seconds
+        span, self._span = self._span, None
+        return self._taken(), span
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
-        self.begin(requests, sampling)
-        return self.finish()[0]
+        self.begin(Work.of(requests), sampling)
+        answers = dict(self.finish()[0])
+        return [answers[position] for position in range(len(requests))]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`; the child copies while this call waits."""
@@ -188,54 +203,66 @@ class BackgroundEngine:
             shared.close()
         self._folder.cleanup()
 
+    def _taken(self) -> list[tuple[int, list[Completion]]]:
+        parts, self._parts = self._parts, []
+        return parts
+
     def _call(self, name: str, *arguments: Any) -> Any:
         self._send(name, *arguments)
-        return self._receive()
+        return self._result()
 
     def _send(self, name: str, *arguments: Any) -> None:
         if self._process is None:
             raise EngineError("the engine is closed.")
         if self._pending:
             raise EngineError(f"the engine is generating; finish() comes before {name}.")
+        self._parts, self._span, self._silent_s = [], None, 0.0
         try:
             self._pipe.send((name, arguments))
         except OSError as error:
             raise self._died() from error
 
-    def _receive(self) -> Any:
+    def _result(self) -> Any:
+        """The answer to the last call; raises what the child raised, or says how it ended."""
+        while True:
+            kind, value = self._receive(1.0)
+            if kind == "done":
+                return value
+
+    def _receive(self, timeout_s: float) -> tuple[str | None, Any]:
+        """Takes one message, and keeps it if it is a part of an answer; None when none comes in time."""
         try:
-            return self._answer()
+            return self._message(timeout_s)
         except EngineError:
+            self._pending = False
             raise
         except BaseException:  # an interrupt: the answer to come must never be taken for a later call's
             if self._process is not None:
                 self._process.kill()
             raise
 
-    def _answer(self) -> Any:
-        """The answer to the last call; raises what the child raised, or says how it ended."""
+    def _message(self, timeout_s: float) -> tuple[str | None, Any]:
         assert self._process is not None
-        heard = time.monotonic()
-        while True:
-            try:
-                if not self._pipe.poll(1.0):
-                    if time.monotonic() - heard > self._silence_s:
-                        self._process.kill()
-                        raise EngineError(
-                            f"the engine's process {self._process.pid} gave no sign of life for "
-                            f"{self._silence_s:.0f} s "
-                            "and was ended."
-                        )
-                    continue
-                kind, value = self._pipe.recv()
-            except (EOFError, ConnectionResetError) as error:
-                raise self._died() from error
-            heard = time.monotonic()
-            if kind == "done":
-                return value
-            if kind == "failed":
-                assert isinstance(value, Failure)
-                raise EngineError(f"{value.kind}: {value.text}\n\nIn the engine's process:\n{value.trace}")
+        try:
+            if not self._pipe.poll(timeout_s):
+                self._silent_s += timeout_s
+                if self._silent_s > self._silence_s:
+                    self._process.kill()
+                    raise EngineError(
+                        f"the engine's process {self._process.pid} gave no sign of life for {self._silence_s:.0f} s "
+                        "and was ended."
+                    )
+                return None, None
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._died() from error
+        self._silent_s = 0.0
+        if kind == "failed":
+            assert isinstance(value, Failure)
+            raise EngineError(f"{value.kind}: {value.text}\n\nIn the engine's process:\n{value.trace}")
+        if kind == "part":
+            self._parts.append(value)
+        return kind, value
 
     def _died(self) -> EngineError:
         assert self._process is not None

@@ -4,9 +4,9 @@ Started by ``colocate_rl.engine.background`` as ``python -m colocate_rl.engine.c
 the kernel kills it when the parent goes (Linux), and a closed pipe ends it everywhere.
 """
 
-import ctypes
 import math
 import os
+import queue
 import signal
 import sys
 import threading
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from colocate_rl.lifeline import die_with_parent
+
 KEY_VARIABLE = "COLOCATE_RL_ENGINE_KEY"
 PARENT_VARIABLE = "COLOCATE_RL_ENGINE_PARENT"
 BEAT_S = 1.0
 """Seconds between two signs of life."""
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +36,13 @@ class Failure:
 
 def main() -> None:
     """Connects to the rank and serves until it says close or goes away."""
-    _die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
     pipe = Client(sys.argv[1], family="AF_UNIX", authkey=key)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when a run is interrupted
     try:
         Server(pipe).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(1)
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -61,13 +55,13 @@ class Server:
 
     def __init__(self, pipe: "Connection[Any, Any]") -> None:
         self._pipe = pipe
-        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._engine: Any = None
         self._shared: dict[str, list[tuple[str, Any]]] = {}
 
     def serve(self) -> None:
         """Serves until close."""
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._post, daemon=True).start()
         calls: dict[str, Callable[..., Any]] = {
             "build": self._build,
             "share": self._share,
@@ -83,7 +77,6 @@ class Server:
             if name == "close":
                 if self._engine is not None:
                     self._engine.close()
-                self._send("done", None)
                 return
             try:
                 self._send("done", calls[name](*arguments))
@@ -91,14 +84,20 @@ class Server:
                 self._send("failed", Failure(type(error).__name__, str(error), traceback.format_exc()))
 
     def _send(self, kind: str, value: Any) -> None:
-        with self._lock:
-            self._pipe.send((kind, value))
+        self._outbox.put((kind, value))
 
-    def _beat(self) -> None:
+    def _post(self) -> None:
+        """Sends what is in the outbox, and a sign of life whenever nothing was for a while.
+
+        A thread of its own, because a pipe that the rank does not empty makes the sender wait, and the engine must not.
+        """
         while True:
-            time.sleep(BEAT_S)
             try:
-                self._send("alive", None)
+                message = self._outbox.get(timeout=BEAT_S)
+            except queue.Empty:
+                message = ("alive", None)
+            try:
+                self._pipe.send(message)
             except OSError:
                 os._exit(1)
 
@@ -120,10 +119,13 @@ class Server:
             (name, buffer[start : start + math.prod(shape)].view(shape)) for name, shape, start in parts
         )
 
-    def _generate(self, requests: Any, sampling: Any) -> tuple[Any, float]:
-        start = time.perf_counter()
-        answers = self._engine.generate(requests, sampling)
-        return answers, time.perf_counter() - start
+    def _generate(self, work: Any, sampling: Any) -> Any:
+        """Sends each request's completions as soon as they are there; the rank may be busy and not take them yet."""
+        from colocate_rl.engine.protocol import Span
+
+        start = time.monotonic()
+        self._engine.work_off(work, sampling, lambda *answer: self._send("part", answer))
+        return Span(start, time.monotonic())
 
 
 if __name__ == "__main__":

@@ -23,11 +23,15 @@ from typing import Any
 import numpy as np
 
 from colocate_rl.engine.known import obstacle
-from colocate_rl.engine.protocol import Completion
+from colocate_rl.engine.protocol import Completion, Deliver
 from colocate_rl.engine.steps import WRONG_TOKENS, Steps, Unfinished, replaced
 from colocate_rl.errors import EngineError
 
 Generate = Callable[[Sequence[Sequence[int]], Sequence[Any]], list[list[Completion]]]
+Prompt = tuple[Sequence[int], Any]
+"""Token ids of a prompt, and its ``SamplingParams``."""
+More = Callable[[int], tuple[int, Prompt] | None]
+"""See :meth:`LeanGenerator.work_off`."""
 
 
 class _Collector:
@@ -35,8 +39,22 @@ class _Collector:
 
     def __init__(self, max_model_length: int) -> None:
         self._max_model_length = max_model_length
-        self.answers: list[list[Unfinished]] = []
+        self._open: dict[int, list[Unfinished]] = {}
+        self._newest = 0
+        self._unfinished: dict[int, int] = {}
+        self._whole: list[int] = []
         self.running: dict[str, Unfinished] = {}
+
+    def expect(self, position: int) -> None:
+        """Says to which prompt the completions that are added next belong."""
+        self._newest = position
+        self._open[position] = []
+        self._unfinished[position] = 0
+
+    def finished(self) -> list[tuple[int, list[Completion]]]:
+        """The prompts all of whose completions have ended since the last call."""
+        whole, self._whole = self._whole, []
+        return [(position, [sequence.completion() for sequence in self._open.pop(position)]) for position in whole]
 
     def add_request(self, request: Any, *_: Any, **__: Any) -> None:
         """Called for every completion of the last prompt, in order, before the engine core has it."""
@@ -46,8 +64,10 @@ class _Collector:
             num_prompt_tokens,
             frozenset((*(params.stop_token_ids or ()), params.eos_token_id)),
             min(params.max_tokens, self._max_model_length - num_prompt_tokens) if plain else 0,
+            self._newest,
         )
-        self.answers[-1].append(sequence)
+        self._open[self._newest].append(sequence)
+        self._unfinished[self._newest] += 1
         self.running[request.request_id] = sequence
 
     def process_outputs(self, outputs: Sequence[Any], *_: Any, **__: Any) -> Any:
@@ -64,6 +84,9 @@ class _Collector:
             if output.finish_reason is not None:
                 sequence.finish_reason = str(output.finish_reason)
                 del self.running[output.request_id]
+                self._unfinished[sequence.position] -= 1
+                if not self._unfinished[sequence.position]:
+                    self._whole.append(sequence.position)
         return SimpleNamespace(request_outputs=[], reqs_to_abort=[])
 
     def update_scheduler_stats(self, *_: Any) -> None:
@@ -89,17 +112,29 @@ class LeanGenerator:
         self._core = core
         self.obstacle = obstacle(core)
         """Why steps stay with vLLM; None: they do not."""
+        self.adapter: Any = None
+        """The ``LoRARequest`` that every request carries; None: the weights alone answer."""
         self._steps = None if self.obstacle else Steps(core)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], adapter: Any = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
         """Completions of every prompt, as ``LLM.generate`` samples them.
 
         Args:
             prompts: token ids of each prompt.
             parameters: ``SamplingParams`` of each prompt, with log-probabilities and without stop strings.
-            adapter: the ``LoRARequest`` of all of them, if any.
+        """
+        answers: dict[int, list[Completion]] = {}
+        self.work_off(list(zip(prompts, parameters, strict=True)), lambda _: None, answers.__setitem__)
+        return [answers[position] for position in range(len(prompts))]
+
+    def work_off(self, prompts: Sequence[Prompt], more: More, deliver: Deliver) -> None:
+        """Generates for some prompts, and for further ones as soon as there is room.
+
+        Args:
+            prompts: asked for at once, positions counted from 0; what the engine has no room for waits inside it.
+            more: asked between steps, with the number of completions that are not finished; gives the position of one
+                prompt and the prompt, or None when there is no room or nothing left.
+            deliver: takes the completions of each prompt as soon as they have all ended.
         """
         collector = _Collector(self._engine.model_config.max_model_len)
         try:
@@ -107,23 +142,29 @@ class LeanGenerator:
                 replaced(self._engine, "output_processor", collector),
                 self._steps.standing_in(collector.running) if self._steps else contextlib.nullcontext(),
             ):
-                self._run(collector, prompts, parameters, adapter)
+                for position, prompt in enumerate(prompts):
+                    self._add(collector, position, prompt)
+                self._run(collector, more, deliver)
         except BaseException:
             forget(self._llm)
             raise
-        return [[sequence.completion() for sequence in answer] for answer in collector.answers]
 
-    def _run(
-        self, collector: _Collector, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], adapter: Any
-    ) -> None:
-        for prompt, params in zip(prompts, parameters, strict=True):
-            collector.answers.append([])
-            tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-            self._engine.add_request(str(next(self._llm.request_counter)), tokens, params, lora_request=adapter)
-        while collector.running:
+    def _run(self, collector: _Collector, more: More, deliver: Deliver) -> None:
+        while True:
+            while (taken := more(len(collector.running))) is not None:
+                self._add(collector, *taken)
+            if not collector.running:
+                return
             if not self._core.scheduler.requests:
                 raise EngineError(f"the engine lost {len(collector.running)} requests.")
             self._engine.step()
+            for position, completions in collector.finished():
+                deliver(position, completions)
+
+    def _add(self, collector: _Collector, position: int, prompt: Prompt) -> None:
+        collector.expect(position)
+        tokens = {"type": "token", "prompt_token_ids": list(prompt[0])}
+        self._engine.add_request(str(next(self._llm.request_counter)), tokens, prompt[1], lora_request=self.adapter)
 
     def compare(self, usual: Generate, parameters: Callable[..., Any]) -> None:
         """Samples from a few short prompts with seeds, then greedily, here and with ``usual``.

@@ -1,6 +1,6 @@
 """What a rollout asks of an inference engine, without vLLM: a scripted engine in the tests speaks it too."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -38,15 +38,73 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for a prompt, bit for bit."""
+    """What an engine sampled for a prompt, bit for bit; in a dialogue also what tools wrote in between."""
 
     token_ids: Sequence[int]
     """[C] sampled ids, the stop token included; may be beyond the tokenizer's range."""
     sampling_logprobs: Sequence[float]
-    """[C] log-probability of each id under the distribution it was sampled from."""
+    """[C] log-probability of each id under the distribution it was sampled from; 0 for ids that were not sampled."""
     finish_reason: FinishReason
     policy_version: int = 0
     """Version of the policy whose weights sampled it."""
+    sampled: Sequence[bool] | None = None
+    """[C] False for ids that a tool or an environment wrote: never learned from. None: all were sampled."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Ids that the engine sampled."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+
+
+class Claims(Protocol):
+    """Gives out 0, 1, 2, ... to whoever asks, each number once; others may ask from other processes."""
+
+    def next(self) -> int:
+        """The next number."""
+        ...
+
+
+@dataclass(slots=True)
+class Work:
+    """An engine's share of a generation batch: requests of its own, and some that all engines may take from."""
+
+    requests: Sequence[Request]
+    """Its own, then the common ones, which every engine has in the same order."""
+    num_own: int
+    claims: Claims | None = None
+    """Who takes which common one, counted from the first; None: there are none."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Work":
+        """Requests that are all the engine's own."""
+        return cls(requests, len(requests))
+
+    def claim(self) -> int | None:
+        """Position of one more request for this engine, or None when all are taken."""
+        if self.claims is None:
+            return None
+        position = self.num_own + self.claims.next()
+        if position < len(self.requests):
+            return position
+        self.claims = None
+        return None
+
+
+Deliver = Callable[[int, list[Completion]], None]
+"""Takes a request's position in its :class:`Work` and all its completions, as soon as they are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When something began and ended, on the clock that all processes of a machine share (``time.monotonic``)."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +176,26 @@ class LoraEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class Incremental(Engine, Protocol):
+    """An engine that takes requests while others run, and gives up each one as it finishes."""
+
+    def work_off(self, work: Work, sampling: SamplingSpec, deliver: Deliver) -> None:
+        """Answers its own requests, and common ones whenever it has room; the finished ones are delivered at once."""
+        ...
+
+
+@runtime_checkable
 class Background(Engine, Protocol):
     """An engine that can also answer while its rank does something else."""
 
-    def begin(self, requests: Sequence[Request], sampling: SamplingSpec) -> None:
+    def begin(self, work: Work, sampling: SamplingSpec) -> None:
         """Starts generating and returns at once; nothing else may be asked before :meth:`finish`."""
         ...
 
-    def finish(self) -> tuple[list[list[Completion]], float]:
-        """Waits for what :meth:`begin` started: the completions of every request, and the seconds they took."""
+    def poll(self, timeout_s: float) -> list[tuple[int, list[Completion]]]:
+        """What has finished since the last call, by position; waits that long for something to come."""
+        ...
+
+    def finish(self) -> tuple[list[tuple[int, list[Completion]]], Span]:
+        """Waits for the rest of what :meth:`begin` started: what no :meth:`poll` gave, and when the engine worked."""
         ...

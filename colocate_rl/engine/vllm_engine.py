@@ -1,11 +1,11 @@
-"""A vLLM engine inside a training rank.
+"""A vLLM engine inside a training rank: the only importer of vLLM.
 
-Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM itself (:mod:`.vllm_api`) is imported
-inside it, on first use.
+Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM itself is imported inside it, on first use.
 """
 
 import atexit
 import contextlib
+import functools
 import gc
 import logging
 import tempfile
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from colocate_rl.engine.lean import LeanGenerator, forget
+from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
+from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
 from colocate_rl.engine.lora import AdapterSlot, lora_arguments, without_slots
-from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, SamplingSpec
-from colocate_rl.engine.spec import EngineSpec, first_group, process_environment, write_model_folder
+from colocate_rl.engine.protocol import AdapterLayer, Completion, Deliver, Request, SamplingSpec, Work
+from colocate_rl.engine.spec import EngineSpec, environment, first_group
 from colocate_rl.engine.vllm_api import adapter_request, build_llm, completion_of, leave_groups, sampling_parameters
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
@@ -51,13 +52,14 @@ class VllmEngine:
         VllmEngine._living = weakref.ref(self)
         self._spec = spec
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
-        self._process = PrivateProcess(self._device, process_environment(spec), first_group(spec))
+        self._process = PrivateProcess(self._device, environment(spec), first_group(spec))
         self._llm: Any = None
         self._model: Any = None
         self._lean: LeanGenerator | None = None
         self._plan: CopyPlan | None = None
         self._loaded: dict[str, torch.Tensor] = {}
         self._slot: AdapterSlot | None = None
+        self._adapter: Any = None
         self._checked = False
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
         atexit.register(self.close)
@@ -75,13 +77,17 @@ class VllmEngine:
 
     def _build(self) -> None:
         spec = self._spec
-        write_model_folder(Path(self._folder.name), spec.model_config, spec.dtype)
+        folder = Path(self._folder.name)
+        write_model(folder, spec.model_config, spec.dtype)
+        tokenizer = None if spec.tokenizer is None else write_tokenizer(folder, spec.tokenizer)
         try:
-            self._llm = build_llm(_llm_arguments(spec, self._folder.name), spec.extra)
+            self._llm = build_llm(_llm_arguments(spec, self._folder.name, tokenizer), spec.extra)
         except ValueError as error:
             if spec.lora is None or "LoRA" not in str(error):
                 raise
             raise ConfigError(f"vLLM has no LoRA slot for this model ({error}). Set lora_sync='merged'.") from error
+        if spec.tokenizer is not None:
+            check_tokenizer(spec.tokenizer, self._llm.get_tokenizer())
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
@@ -105,41 +111,55 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
+        answers: dict[int, list[Completion]] = {}
+        self.work_off(Work.of(requests), sampling, answers.__setitem__)
+        return [answers[position] for position in range(len(requests))]
+
+    def work_off(self, work: Work, sampling: SamplingSpec, deliver: Deliver) -> None:
+        """See :meth:`colocate_rl.engine.protocol.Incremental.work_off`; ``deliver`` is called in the engine's view."""
         with self._process.entered():
-            common: dict[str, Any] = {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "repetition_penalty": sampling.repetition_penalty,
-                "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
-                "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
-                **sampling.extra,
-            }
-            prompts = [request.token_ids for request in requests]
-            parameters = [
-                sampling_parameters(n=request.num_completions, seed=request.seed, **common) for request in requests
-            ]
-            generate = self._by_llm if self._lean is None else self._lean.generate
-            adapter = None if self._slot is None else adapter_request()
+            prompts = [_as_prompt(request, sampling) for request in work.requests]
             try:
-                return generate(prompts, parameters, adapter)
+                if self._lean is not None:
+                    self._lean.adapter = self._adapter
+                    self._lean.work_off(prompts[: work.num_own], functools.partial(self._more, work, prompts), deliver)
+                else:
+                    self._work_off_by_llm(work, prompts, deliver)
             except EngineError:
                 raise
             except Exception as error:
                 raise EngineError(f"the engine failed while it generated: {error!r}") from error
 
-    def _by_llm(
-        self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any], adapter: Any = None
-    ) -> list[list[Completion]]:
+    def _more(self, work: Work, prompts: Sequence[Prompt], running: int) -> tuple[int, Prompt] | None:
+        """One more common request while fewer completions run than the engine decodes at once."""
+        if running >= self._spec.max_num_seqs:
+            return None
+        position = work.claim()
+        return None if position is None else (position, prompts[position])
+
+    def _work_off_by_llm(self, work: Work, prompts: Sequence[Prompt], deliver: Deliver) -> None:
+        """``LLM.generate`` takes no requests meanwhile: common ones are taken as many at a time as it decodes."""
+        positions = list(range(work.num_own))
+        while True:
+            running = sum(prompts[position][1].n for position in positions)
+            while (taken := self._more(work, prompts, running)) is not None:
+                positions.append(taken[0])
+                running += taken[1][1].n
+            if not positions:
+                return
+            answers = self._by_llm(*zip(*(prompts[position] for position in positions), strict=True))
+            for position, completions in zip(positions, answers, strict=True):
+                deliver(position, completions)
+            positions = []
+
+    def _by_llm(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
         """With ``LLM.generate``."""
         try:
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 parameters,
                 use_tqdm=False,
-                lora_request=adapter,
+                lora_request=self._adapter,
             )
         except BaseException:
             forget(self._llm)
@@ -204,6 +224,7 @@ class VllmEngine:
         with self._process.entered():
             if self._slot is None:
                 self._slot = AdapterSlot(self._model, layers, self._spec.tensor_parallel_size)
+                self._adapter = adapter_request()
             self._slot.load(flat)
             self._settle((flat,))
 
@@ -221,7 +242,7 @@ class VllmEngine:
         with torch.no_grad(), without_slots(self._model), contextlib.nullcontext() if self._checked else recorder:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named.items())})
             _repack_tied(self._model)
-        self._slot = None  # vLLM may have emptied it
+        self._slot = self._adapter = None  # vLLM may have emptied it
         if not self._checked:
             check_consumption(recorder, named, self._spec.tensor_parallel_size)
             self._checked = True
@@ -253,11 +274,12 @@ def _itself(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _llm_arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
+def _llm_arguments(spec: EngineSpec, folder: str, tokenizer: str | None) -> dict[str, Any]:
     """What ``LLM`` is built with, before the user's own arguments."""
     arguments: dict[str, Any] = {
         "model": folder,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": tokenizer is None,
+        "model_impl": spec.model_impl,
         "load_format": "dummy",
         "generation_config": "vllm",
         "dtype": spec.dtype,
@@ -269,6 +291,8 @@ def _llm_arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
     }
+    if tokenizer is not None:
+        arguments["tokenizer"] = tokenizer
     if spec.device is not None:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
@@ -298,3 +322,18 @@ def _repack_tied(model: torch.nn.Module) -> None:
         if weight.data_ptr() in seen and method is not None:
             method.process_weights_after_loading(module)
         seen.add(weight.data_ptr())
+
+
+def _as_prompt(request: Request, sampling: SamplingSpec) -> Prompt:
+    values: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": True,  # end-of-sequence ids are named, not guessed from the model's folder
+        "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
+        **sampling.extra,
+    }
+    return request.token_ids, sampling_parameters(n=request.num_completions, seed=request.seed, **values)

@@ -6,6 +6,8 @@ import torch
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation that divides advantages, as in TRL."""
+NO_SPREAD = 1e-8
+"""A group whose rewards have a smaller standard deviation has nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,25 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.where(rewards.isnan().all(-1), torch.nan, total)
 
 
-def _nan_mean(values: torch.Tensor, *, keepdim: bool) -> torch.Tensor:
-    return values.nanmean(-1, keepdim=keepdim)
+def score_groups(rewards: torch.Tensor, weights: torch.Tensor, *, aggregation: str, scale_rewards: str) -> ScoredGroups:
+    """Advantages of a generation batch.
+
+    Args:
+        rewards: float32 [P, G, F], NaN where a function returned None.
+        weights: float32 [F].
+        aggregation: "sum_then_normalize" (:func:`group_advantages` of the weighted sum) or "normalize_then_sum"
+            (:func:`decoupled_advantages`, which does not read ``scale_rewards``).
+        scale_rewards: "group", "batch" or "none".
+    """
+    if aggregation == "normalize_then_sum":
+        return decoupled_advantages(rewards, weights)
+    return group_advantages(weighted_sum(rewards, weights), scale_rewards)
 
 
 def _nan_std(values: torch.Tensor) -> torch.Tensor:
     """Unbiased (n - 1) standard deviation over the last dimension without NaN; 0 for fewer than two values."""
     count = (~values.isnan()).sum(-1)
-    squares = (values - _nan_mean(values, keepdim=True)).square().nansum(-1)
+    squares = (values - values.nanmean(-1, keepdim=True)).square().nansum(-1)
     return torch.where(count > 1, (squares / (count - 1).clamp(min=1)).sqrt(), 0.0)
 
 
@@ -56,10 +69,35 @@ def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> ScoredGroups:
         scale_rewards: "group", "batch" or "none".
     """
     rewards = rewards.double()  # equal rewards must give exactly nothing to learn
-    centred = rewards - _nan_mean(rewards, keepdim=True)
+    centred = rewards - rewards.nanmean(-1, keepdim=True)
     group_std = _nan_std(rewards)
     if scale_rewards == "group":
         centred = centred / (group_std[:, None] + STD_EPSILON)
     elif scale_rewards == "batch":
         centred = centred / (_nan_std(rewards.reshape(-1)) + STD_EPSILON)
     return ScoredGroups(rewards.float(), centred.nan_to_num(nan=0.0).float(), group_std.float())
+
+
+def decoupled_advantages(rewards: torch.Tensor, weights: torch.Tensor) -> ScoredGroups:
+    """Scales each function's rewards by group before they are summed (GDPO, 2026, arXiv 2601.05242).
+
+    Every function gets z = (r - mean_group(r)) / (std_group(r) + 1e-4); the weighted sums of a completion's z are then
+    centred and scaled once more over the whole generation batch. A function whose rewards spread little counts as much
+    as one whose rewards spread a lot.
+
+    Args:
+        rewards: float32 [P, G, F], NaN where a function returned None.
+        weights: float32 [F].
+
+    Returns:
+        The scored groups; ``group_std`` is that of the summed z, so 0 where no function tells completions apart.
+    """
+    by_function = rewards.double().transpose(1, 2)
+    centred = by_function - by_function.nanmean(-1, keepdim=True)
+    scores = (centred / (_nan_std(by_function)[..., None] + STD_EPSILON)).transpose(1, 2)
+    totals = weighted_sum(scores, weights.double())
+    everything = totals.reshape(-1)
+    advantages = (totals - everything.nanmean()) / (_nan_std(everything) + STD_EPSILON)
+    return ScoredGroups(
+        weighted_sum(rewards, weights), advantages.nan_to_num(nan=0.0).float(), _nan_std(totals).float()
+    )

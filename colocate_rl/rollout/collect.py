@@ -1,5 +1,6 @@
 """One rollout, from rows of the data set to a batch ready for the loss: encode, generate, score, compare."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
-from colocate_rl.rollout.advantages import ScoredGroups, group_advantages, weighted_sum
+from colocate_rl.rollout import figures
+from colocate_rl.rollout.advantages import ScoredGroups, score_groups
+from colocate_rl.rollout.figures import Compared
 from colocate_rl.rollout.generate import Generator, Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
@@ -27,9 +30,12 @@ class RolloutSettings:
     sampling: SamplingSpec
     pad_token_id: int
     scale_rewards: str = "group"
+    multi_objective_aggregation: str = "sum_then_normalize"
     mask_truncated_completions: bool = False
     pass_columns: bool = True
     """Give every column but the prompt to the reward functions."""
+    deal_rows: bool = False
+    """Train rows on the ranks that make tokens even, equally many on each; False: on those that asked for them."""
 
 
 @dataclass(slots=True)
@@ -48,23 +54,85 @@ class Scored:
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns that reward functions added with ``log_extra``."""
 
+    @classmethod
+    def joined(cls, parts: Sequence["Scored"]) -> "Scored":
+        """The rows of all parts; None where a part lacks an extra column."""
+        names = dict.fromkeys(name for part in parts for name in part.extras)
+        return cls(
+            [row for part in parts for row in part.rows],
+            [ids for part in parts for ids in part.prompt_ids],
+            [completion for part in parts for completion in part.completions],
+            [text for part in parts for text in part.texts],
+            torch.cat([part.rewards for part in parts]),
+            torch.cat([part.advantages for part in parts]),
+            {
+                name: [value for part in parts for value in part.extras.get(name, [None] * len(part.rows))]
+                for name in names
+            },
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """Rows whose completions the engines have been asked for."""
 
     rows: list[Row]
-    pending: Pending
+    pending: "Pending | Answered"
+    """Asked for, or answered already (by a function of the user's, which does not return before)."""
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """This rank's rows with their completions; one entry per row in each list but the last."""
+    """This rank's rows with their completions; one entry per row in each list but ``stats``."""
 
     rows: list[Row]
     prompt_ids: list[tuple[int, ...]]
     completions: list[Completion]
     stats: list[EngineStats]
+    """One record per engine and call."""
+    texts: list[Any] | None = None
+    """What reward functions see, where it is more than the decoded completions: dialogues."""
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Further arguments of the reward functions."""
+    figures: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Further figures for the log: this rank's numerator and denominator."""
+    places: list[int] = field(default_factory=list)
+    """Of the rows among all rows of this rank's generation batch, where they are not all of them."""
+    prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Token ids of all ranks' prompts, by index; empty where completions are no longer the engines' first answers."""
+    everyone: Mapping[tuple[int, int], Completion] = field(default_factory=dict)
+    """All ranks' completions, by prompt index and copy; copies are counted in the order of ranks and rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Rows of this rank that the engines have answered once."""
+
+    answered: Answered
+    copies: list[int]
+    """Of each row: which copy of its prompt it is, counted over all ranks."""
+    policy_version: int
+    seed: int | None
+
+
+Further = Callable[[Asked], Answered]
+"""Takes completions on to their end where one call of the engines is not enough; every rank calls it."""
+Replacement = Callable[[Sequence[Row], int, int | None], Answered]
+"""Answers rows in place of the engines: rows, policy version, seed of the generation batch; every rank calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """Answered rows with their rewards, not compared with each other yet; one entry per row in each list."""
+
+    answered: Answered
+    texts: list[Any]
+    """What reward functions saw: strings, or lists of messages."""
+    rewards: torch.Tensor
+    """float32 [n, F], NaN for None."""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns that reward functions added with ``log_extra``."""
 
 
 class Rollout:
@@ -77,6 +145,8 @@ class Rollout:
         collectives: of the training ranks.
         settings: see :class:`RolloutSettings`.
         clock: charges the phases "generate" and "score".
+        further: goes on with completions that call tools; None: none do.
+        replacement: a function of the user's that answers instead of the engines; None: they do.
     """
 
     def __init__(
@@ -87,6 +157,9 @@ class Rollout:
         collectives: Collectives,
         settings: RolloutSettings,
         clock: PhaseClock,
+        *,
+        further: Further | None = None,
+        replacement: Replacement | None = None,
     ) -> None:
         self.codec = codec
         self.rewards = rewards
@@ -94,6 +167,8 @@ class Rollout:
         self._generator = generator
         self._collectives = collectives
         self._clock = clock
+        self._further = further
+        self._replacement = replacement
 
     def begin(self, rows: Sequence[Row], *, policy_version: int, seed: int | None) -> Begun:
         """Asks the engines for one completion per row.
@@ -103,44 +178,156 @@ class Rollout:
             policy_version: of the weights the engines have.
             seed: see :meth:`colocate_rl.rollout.generate.Generator.begin`.
         """
+        if self._replacement is not None:
+            with self._clock.phase("generate"):
+                return Begun(list(rows), self._replacement(rows, policy_version, seed), seed)
         with self._collectives.failing_together("encoding prompts"):
             prompts = self._encode(rows)
         with self._clock.phase("generate"):
             pending = self._generator.begin(prompts, self.settings.sampling, policy_version=policy_version, seed=seed)
-        return Begun(list(rows), pending)
+        return Begun(list(rows), pending, seed)
 
     def wait(self, begun: Begun) -> Answered:
         """Waits until the engines have answered, and only that: an engine is free for other work afterwards."""
+        pending = begun.pending
+        if isinstance(pending, Answered):
+            return pending
         with self._clock.phase("generate"):
-            answers, stats = self._generator.finish(begun.pending)
-        prompts = begun.pending.prompts
-        by_index = {p.index: (p.token_ids, iter(a)) for p, a in zip(prompts, answers, strict=True)}
-        prompt_ids = [by_index[row[PROMPT_INDEX]][0] for row in begun.rows]
-        completions = [next(by_index[row[PROMPT_INDEX]][1]) for row in begun.rows]
-        return Answered(begun.rows, prompt_ids, completions, stats)
+            _, stats = self._generator.finish(pending)
+            answered = self._answered(begun.rows, pending, range(len(pending.groups)), stats)
+            if self._further is None:
+                return answered
+            first = {p.index: itertools.count(n) for p, n in zip(pending.prompts, pending.first_copy, strict=True)}
+            copies = [next(first[row[PROMPT_INDEX]]) for row in begun.rows]
+            return self._further(Asked(answered, copies, pending.policy_version, begun.seed))
 
-    def score(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> tuple[Scored, RolloutBatch]:
-        """Scores the completions, each against the others of its group.
+    def poll(self, begun: Begun, timeout_s: float) -> Answered:
+        """This rank's rows of the groups that have become whole since the last call; every rank must call it."""
+        assert isinstance(begun.pending, Pending)
+        with self._clock.phase("generate"):
+            whole = self._generator.poll(begun.pending, timeout_s)
+            return self._answered(begun.rows, begun.pending, whole, [])
+
+    @staticmethod
+    def _answered(
+        all_rows: Sequence[Row], pending: Pending, groups: Sequence[int], stats: list[EngineStats]
+    ) -> Answered:
+        prompts = {pending.groups[group].index: pending.groups[group].token_ids for group in groups}
+        mine = [
+            (prompt, first)
+            for prompt, first in zip(pending.prompts, pending.first_copy, strict=True)
+            if prompt.index in prompts
+        ]
+        answers = {prompt.index: iter(a) for (prompt, _), a in zip(mine, pending.rows(mine), strict=True)}
+        places = [place for place, row in enumerate(all_rows) if row[PROMPT_INDEX] in prompts]
+        rows = [all_rows[place] for place in places]
+        completions = [next(answers[row[PROMPT_INDEX]]) for row in rows]
+        prompt_ids = [prompts[row[PROMPT_INDEX]] for row in rows]
+        return Answered(
+            rows, prompt_ids, completions, stats, places=places, prompts=prompts, everyone=pending.completions
+        )
+
+    def rate(self, answered: Answered, metrics: MetricBuffer, *, trainer_state: Any) -> Rated:
+        """Asks the reward functions about this rank's completions.
 
         Args:
             answered: by the engines.
-            metrics: receives the figures of the rollout.
+            metrics: receives what reward functions log.
             trainer_state: handed to the reward functions.
+        """
+        rows, completions = answered.rows, answered.completions
+        extras: dict[str, list[Any]] = {}
+        for name, (numerator, denominator) in answered.figures.items():
+            metrics.share(name, torch.tensor(numerator), torch.tensor(denominator))
+        with self._clock.phase("score"), self._collectives.failing_together("scoring completions"):
+            texts = answered.texts
+            if texts is None:
+                texts = [
+                    self.codec.decode(row["prompt"], completion.token_ids, ids)
+                    for row, ids, completion in zip(rows, answered.prompt_ids, completions, strict=True)
+                ]
+            rewards = self.rewards.score(
+                [row["prompt"] for row in rows],
+                texts,
+                [list(completion.token_ids) for completion in completions],
+                {**self._columns(rows), **answered.columns},
+                groups=[row[PROMPT_INDEX] for row in rows],
+                trainer_state=trainer_state,
+                log_extra=_extra_logger(extras, len(rows)),
+                log_metric=_metric_logger(metrics),
+            )
+        return Rated(answered, texts, rewards, extras)
+
+    def finish(self, rated: Rated, metrics: MetricBuffer) -> tuple[Scored, RolloutBatch]:
+        """Compares completions, each with the others of its group; every rank must call it.
+
+        Args:
+            rated: this rank's rows.
+            metrics: receives the figures of the rollout.
 
         Returns:
-            The scored rows, and the padded batch (on the CPU, rows in order).
+            The scored rows, and the padded batch of rows to train on (on the CPU).
         """
-        completions = answered.completions
+        scored, compared = self.compare(rated)
+        self.log(compared, metrics)
+        mine = compared.rows_of(self._collectives.rank)
+        if not (self.settings.deal_rows and rated.answered.everyone):
+            return scored, self.own(scored)
+        parts = figures.deal_rows(compared, [len(mine)] * self._collectives.world_size)
+        tokens = compared.tokens()
+        figures.log_deal(metrics, compared, [sum(tokens[row] for row in part) for part in parts])
+        return scored, self.dealt(rated.answered, compared, parts[self._collectives.rank])
+
+    def compare(self, rated: Rated) -> tuple[Scored, Compared]:
+        """This rank's scored rows, and all ranks' advantages; the groups must be whole."""
+        answered = rated.answered
         with self._clock.phase("score"):
-            scored = self._score(answered.rows, answered.prompt_ids, completions, metrics, trainer_state)
-        batch = RolloutBatch.from_rows(
+            compared = self._compare(answered, rated.rewards)
+        mine = compared.rows_of(self._collectives.rank)
+        advantages = compared.advantages[mine.start : mine.stop]
+        scored = Scored(
+            answered.rows,
             answered.prompt_ids,
+            answered.completions,
+            rated.texts,
+            rated.rewards,
+            advantages,
+            rated.extras,
+        )
+        return scored, compared
+
+    def log(self, compared: Compared, metrics: MetricBuffer) -> None:
+        """Adds the figures of a whole generation batch."""
+        figures.log_lengths(metrics, compared)
+        positions = figures.group_positions(compared.indices())
+        figures.log_rewards(metrics, self.rewards.names, compared.rewards, self._groups(compared.rewards[positions]))
+
+    def dealt(self, answered: Answered, compared: Compared, chosen: Sequence[int]) -> RolloutBatch:
+        """The chosen ones of all ranks' rows as a padded batch on the CPU."""
+        indices = compared.indices()
+        copies: dict[int, int] = {}
+        keys = []
+        for index in indices:
+            copies[index] = copies.get(index, -1) + 1
+            keys.append((index, copies[index]))
+        prompts = [answered.prompts[indices[row]] for row in chosen]
+        completions = [answered.everyone[keys[row]] for row in chosen]
+        return self._batch(prompts, completions, compared.advantages[list(chosen)])
+
+    def own(self, scored: Scored) -> RolloutBatch:
+        """This rank's rows as a padded batch on the CPU."""
+        return self._batch(scored.prompt_ids, scored.completions, scored.advantages)
+
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], advantages: torch.Tensor
+    ) -> RolloutBatch:
+        return RolloutBatch.from_rows(
+            prompts,
             completions,
-            scored.advantages,
+            advantages,
             keep=[not (self.settings.mask_truncated_completions and c.finish_reason != "stop") for c in completions],
             pad_token_id=self.settings.pad_token_id,
         )
-        return scored, batch
 
     def collect(
         self,
@@ -151,10 +338,23 @@ class Rollout:
         seed: int | None,
         policy_version: int = 0,
     ) -> tuple[Scored, RolloutBatch, list[EngineStats]]:
-        """:meth:`begin`, :meth:`wait` and :meth:`score` in one call."""
+        """:meth:`sample` and :meth:`finish` in one call."""
+        rated = self.sample(rows, metrics, trainer_state=trainer_state, seed=seed, policy_version=policy_version)
+        scored, batch = self.finish(rated, metrics)
+        return scored, batch, rated.answered.stats
+
+    def sample(
+        self,
+        rows: Sequence[Row],
+        metrics: MetricBuffer,
+        *,
+        trainer_state: Any,
+        seed: int | None,
+        policy_version: int = 0,
+    ) -> Rated:
+        """:meth:`begin`, :meth:`wait` and :meth:`rate` in one call."""
         answered = self.wait(self.begin(rows, policy_version=policy_version, seed=seed))
-        scored, batch = self.score(answered, metrics, trainer_state=trainer_state)
-        return scored, batch, answered.stats
+        return self.rate(answered, metrics, trainer_state=trainer_state)
 
     def _encode(self, rows: Sequence[Row]) -> list[Prompt]:
         """This rank's distinct prompts, each tokenised once."""
@@ -166,81 +366,43 @@ class Rollout:
             first.setdefault(index, row)
         return [Prompt(index, self.codec.encode(first[index]["prompt"]), count) for index, count in copies.items()]
 
-    def _score(
-        self,
-        rows: list[Row],
-        prompt_ids: list[tuple[int, ...]],
-        completions: list[Completion],
-        metrics: MetricBuffer,
-        trainer_state: Any,
-    ) -> Scored:
-        extras: dict[str, list[Any]] = {}
-        with self._collectives.failing_together("scoring completions"):
-            texts = [
-                self.codec.decode(row["prompt"], completion.token_ids)
-                for row, completion in zip(rows, completions, strict=True)
-            ]
-            rewards = self.rewards.score(
-                [row["prompt"] for row in rows],
-                texts,
-                [list(completion.token_ids) for completion in completions],
-                self._columns(rows),
-                trainer_state=trainer_state,
-                log_extra=_extra_logger(extras, len(rows)),
-                log_metric=_metric_logger(metrics),
-            )
-        advantages = self._compare(rows, prompt_ids, completions, rewards, metrics)
-        return Scored(rows, prompt_ids, completions, texts, rewards, advantages, extras)
-
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         if not self.settings.pass_columns or not rows:
             return {}
         names = [name for name in rows[0] if name not in ("prompt", PROMPT_INDEX, "completion", "completion_ids")]
         return {name: [row[name] for row in rows] for name in names}
 
-    def _compare(
-        self,
-        rows: Sequence[Row],
-        prompt_ids: Sequence[tuple[int, ...]],
-        completions: Sequence[Completion],
-        rewards: torch.Tensor,
-        metrics: MetricBuffer,
-    ) -> torch.Tensor:
-        """Advantages of this rank's rows, from all ranks' rewards; and the figures made of them."""
+    def _compare(self, answered: Answered, rewards: torch.Tensor) -> Compared:
+        """Advantages of all ranks' rows, from all ranks' rewards."""
         facts = torch.tensor(
             [
-                [row[PROMPT_INDEX], len(ids), len(completion.token_ids), completion.finish_reason == "stop"]
-                for row, ids, completion in zip(rows, prompt_ids, completions, strict=True)
+                [row[PROMPT_INDEX], len(ids), completion.num_sampled, completion.finish_reason == "stop"]
+                for row, ids, completion in zip(answered.rows, answered.prompt_ids, answered.completions, strict=True)
             ],
             dtype=torch.float64,
         ).view(-1, 4)
         parts = self._collectives.gather_ragged(torch.cat([facts, rewards.to(torch.float64)], dim=1))
         table = torch.cat(parts)
-        columns = group_positions(table[:, 0].long().tolist())
+        positions = figures.group_positions(table[:, 0].long().tolist())
         all_rewards = table[:, 4:].float()
-        totals = weighted_sum(all_rewards, self.rewards.weights)
-        groups = group_advantages(totals[columns], self.settings.scale_rewards)
         advantages = torch.zeros(len(table))
-        advantages[columns.view(-1)] = groups.advantages.view(-1)
-        _log_lengths(metrics, table[:, 1], table[:, 2], table[:, 3].bool())
-        _log_rewards(metrics, self.rewards.names, all_rewards, groups)
-        start = sum(len(part) for part in parts[: self._collectives.rank])
-        return advantages[start : start + len(rows)]
+        advantages[positions.view(-1)] = self._groups(all_rewards[positions]).advantages.view(-1)
+        return Compared(table[:, :4], all_rewards, advantages, [len(part) for part in parts])
 
-
-def group_positions(indices: Sequence[int]) -> torch.Tensor:
-    """Where the members of each group stand: int64 [P, G] positions in ``indices``, groups in order of appearance."""
-    positions: dict[int, list[int]] = {}
-    for position, index in enumerate(indices):
-        positions.setdefault(index, []).append(position)
-    sizes = {len(members) for members in positions.values()}
-    assert len(sizes) == 1, f"groups of different sizes {sizes} in one generation batch"
-    return torch.tensor(list(positions.values()), dtype=torch.int64)
+    def _groups(self, rewards: torch.Tensor) -> ScoredGroups:
+        """Rewards [P, G, F] of whole groups, compared."""
+        return score_groups(
+            rewards,
+            self.rewards.weights,
+            aggregation=self.settings.multi_objective_aggregation,
+            scale_rewards=self.settings.scale_rewards,
+        )
 
 
 RESERVED_METRICS = re.compile(
     r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
-    r"staleness)$|(completions|prompts|rewards|engine|time|clip_ratio|policy_ratio|sampling)/|eval_"
+    r"staleness|policy_loss|entropy_coef|aux_loss|cispo_clip_ratio)$|"
+    r"(balance|completions|prompts|rank|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|tools|vespo)/|eval_"
 )
 """Names of the trainer's own figures."""
 
@@ -263,28 +425,3 @@ def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str,
         extras[column] = list(values)
 
     return log_extra
-
-
-def _log_lengths(
-    metrics: MetricBuffer, prompt_lengths: torch.Tensor, lengths: torch.Tensor, terminated: torch.Tensor
-) -> None:
-    weight = len(lengths)
-    ended = lengths[terminated] if bool(terminated.any()) else torch.zeros(1, dtype=torch.float64)
-    for name, values in (("length", lengths), ("terminated_length", ended)):
-        metrics.mean(f"completions/mean_{name}", values.mean(), weight)
-        metrics.mean(f"completions/min_{name}", values.min(), weight)
-        metrics.mean(f"completions/max_{name}", values.max(), weight)
-    metrics.mean("completions/clipped_ratio", (~terminated).double().mean(), weight)
-    metrics.mean("prompts/mean_length", prompt_lengths.mean(), weight)
-
-
-def _log_rewards(metrics: MetricBuffer, names: Sequence[str], rewards: torch.Tensor, groups: ScoredGroups) -> None:
-    weight = len(rewards)
-    for name, column in zip(names, rewards.unbind(-1), strict=True):
-        known = column[~column.isnan()]
-        metrics.mean(f"rewards/{name}/mean", known.mean() if len(known) else torch.tensor(torch.nan), weight)
-        metrics.mean(f"rewards/{name}/std", known.std() if len(known) > 1 else torch.tensor(0.0), weight)
-    totals = groups.rewards[~groups.rewards.isnan()]
-    metrics.mean("reward", totals.mean() if len(totals) else torch.tensor(torch.nan), weight)
-    metrics.mean("reward_std", totals.std() if len(totals) > 1 else torch.tensor(0.0), weight)
-    metrics.mean("frac_reward_zero_std", (groups.group_std < 1e-8).double().mean(), weight)

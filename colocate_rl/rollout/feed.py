@@ -1,5 +1,7 @@
 """Generation batches by number: what a rank will be asked to train on, before the loader gives it out."""
 
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,12 +49,26 @@ class BatchFeed:
 
     def batch(self, number: int) -> list[dict[str, Any]]:
         """This rank's rows of generation batch ``number``, counted from the start of the run."""
-        epoch, place = divmod(number, self.batches_per_epoch)
-        order = self._epoch_order(epoch)
-        prompts = order[place * self._prompts_per_batch : (place + 1) * self._prompts_per_batch]
-        indices = [index for index in prompts for _ in range(self._num_generations)]
+        indices = [index for index in self._prompts(number) for _ in range(self._num_generations)]
         mine = indices[self._rank * self._share : (self._rank + 1) * self._share]
         return [{**self._rows[index], PROMPT_INDEX: index} for index in mine]
+
+    def spares(self, number: int) -> Iterator[dict[str, Any]]:
+        """Rows of prompts that are not in generation batch ``number``, on all ranks in the same random order.
+
+        The order depends on the seed and ``number`` alone: a resumed run replaces groups by the same prompts, and the
+        order of generation batches does not know about it.
+        """
+        taken = set(self._prompts(number))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/spares/{number}".encode()))
+        for index in torch.randperm(len(self._rows), generator=generator).tolist():
+            if index not in taken:
+                yield {**self._rows[index], PROMPT_INDEX: index}
+
+    def _prompts(self, number: int) -> list[int]:
+        """Indices of the prompts of a generation batch, over all ranks."""
+        epoch, place = divmod(number, self.batches_per_epoch)
+        return self._epoch_order(epoch)[place * self._prompts_per_batch : (place + 1) * self._prompts_per_batch]
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if not self._shuffle:

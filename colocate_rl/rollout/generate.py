@@ -1,99 +1,90 @@
-"""All ranks' prompts to all engines in one call each, and every completion back to the row that asked for it.
+"""All ranks' prompts to all engines, and every completion back to the rows that asked for it.
 
-Every rank runs the same code: gather the unique prompts, cut them into slices, let the engine it hosts (if any) answer
-its slice, gather the completions, pick its own. Rows are found by the index they carry, never by their text.
+Every rank runs the same code: gather the unique prompts, deal them to the engines, let the engine it hosts (if any)
+work its share off, exchange the completions, pick its own. Rows are found by the index they carry, never by their text.
 """
 
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from colocate_rl.collectives import Collectives
-from colocate_rl.engine.protocol import Background, Completion, Engine, FinishReason, Request, SamplingSpec
+from colocate_rl.engine.claims import FileClaims
+from colocate_rl.engine.protocol import (
+    Background,
+    Completion,
+    Engine,
+    FinishReason,
+    Incremental,
+    Request,
+    SamplingSpec,
+    Span,
+    Work,
+)
 from colocate_rl.errors import EngineError
 from colocate_rl.placement import Placement, split_evenly
+from colocate_rl.rollout.handout import ExpectedLengths, Group, Part, Plan, plan
 from colocate_rl.rollout.records import EngineStats, Prompt
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A prompt as all ranks together want it."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    num_copies: int
+Answer = tuple[int, list[Completion]]
+"""Position of a part in its plan, and the completions of its copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive copies of one group, answered by one engine in one request."""
-
-    group: int
-    """Position in the list of groups."""
-    first_copy: int
-    num_copies: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
-    """A generation batch that the engines have been asked for."""
+    """A generation batch that the engines have been asked for, and what has come of it so far."""
 
     prompts: list[Prompt]
     """This rank's."""
     first_copy: list[int]
     """Of each of them, the first copy that is this rank's."""
     groups: list[Group]
-    parts: list[list[Part]]
-    """Of each engine."""
-    requests: list[Request]
-    """For the engine of this rank; empty without one."""
+    plan: Plan
+    work: Work
+    """Of the engine of this rank; without requests where there is none."""
+    positions: list[int]
+    """In the plan, of each request of ``work``."""
     sampling: SamplingSpec
     policy_version: int
+    completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    """Those of all ranks that have come, by prompt index and copy."""
+    missing: list[int] = field(default_factory=list)
+    """Copies of each group that have not come."""
+    answered: list[list[Part]] = field(default_factory=list)
+    """Parts that each engine has answered."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every completion has come."""
+        return not any(self.missing)
 
-def assign(copies: Sequence[int], num_engines: int) -> list[list[Part]]:
-    """Decides which engine answers which copies of which group.
-
-    Whole groups go to one engine (it prefills the prompt once) in consecutive slices whose lengths differ by at most
-    one. With fewer groups than engines the copies are spread instead, so that no engine idles while there is work.
-
-    Args:
-        copies: copies wanted of each group.
-        num_engines: K.
-
-    Returns:
-        One list of parts per engine; every copy of every group is in exactly one part.
-    """
-    if len(copies) >= num_engines:
+    def rows(self, prompts: Sequence[tuple[Prompt, int]]) -> list[list[Completion]]:
+        """Completions of some of this rank's prompts, each given with its first copy."""
         return [
-            [Part(group, 0, copies[group]) for group in span if copies[group]]
-            for span in split_evenly(len(copies), num_engines)
+            [self.completions[prompt.index, copy] for copy in range(first, first + prompt.num_copies)]
+            for prompt, first in prompts
         ]
-    rows = [(group, copy) for group, count in enumerate(copies) for copy in range(count)]
-    parts: list[list[Part]] = []
-    for span in split_evenly(len(rows), num_engines):
-        mine: dict[int, list[int]] = {}
-        for position in span:
-            group, copy = rows[position]
-            mine.setdefault(group, []).append(copy)
-        parts.append([Part(group, numbers[0], len(numbers)) for group, numbers in mine.items()])
-    return parts
 
 
 class Generator:
-    """Generates for all ranks with the engines that some of them host.
+    """Generates for all ranks with the engines that some of them host; every rank must construct it.
 
     Args:
         placement: who hosts what.
         engine: the engine (or shard) inside this rank, or None.
         collectives: of the training ranks.
         check_prompt: called with each gathered prompt's length and name; raises to refuse it (on all ranks alike).
+        capacity: completions that an engine decodes at once; what does not fit at the start goes to whichever engine
+            has room, if all can take requests while others run. None: engines answer what they were dealt, as the
+            shards of one engine must.
     """
 
     def __init__(
@@ -102,14 +93,32 @@ class Generator:
         engine: Engine | None,
         collectives: Collectives,
         check_prompt: Callable[[int, str], None] = lambda length, where: None,
+        capacity: int | None = None,
     ) -> None:
         self._placement = placement
         self._engine = engine
         self._shard = placement.shard_of(collectives.rank)
         self._collectives = collectives
         self._check_prompt = check_prompt
+        self._capacity: int | None = None
+        self._expected = ExpectedLengths()
+        self._number = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._claims_folder: Path | None = None
         if (engine is None) != (self._shard is None):
             raise EngineError(f"rank {collectives.rank}: engine {engine!r} does not match placement {self._shard!r}.")
+        if capacity is not None and placement.num_engines > 1:
+            self._share_work(capacity)
+
+    def _share_work(self, capacity: int) -> None:
+        """Lets engines take from each other, if all of them can take requests while others run."""
+        if self._collectives.rank == 0:
+            self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_claims_")
+        able = self._engine is None or isinstance(self._engine, Background | Incremental)
+        told = self._collectives.gather_objects((able, None if self._folder is None else self._folder.name))
+        if all(rank_able for rank_able, _ in told):
+            self._capacity = capacity
+            self._claims_folder = Path(told[0][1])
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: SamplingSpec, *, policy_version: int, seed: int | None = None
@@ -130,14 +139,47 @@ class Generator:
         with self._collectives.failing_together("checking prompts"):
             for group in groups:
                 self._check_prompt(len(group.token_ids), f"The prompt of row {group.index}")
-        parts = assign([group.num_copies for group in groups], self._placement.num_engines)
-        requests: list[Request] = []
+        copies = [group.num_copies for group in groups]
+        dealt = plan(copies, self._expected.costs(groups), self._placement.num_engines, self._capacity)
+        positions = [] if self._shard is None else dealt.of(self._shard.engine)
+        work = Work(
+            [_request(groups, dealt.parts[position], seed) for position in positions],
+            0 if self._shard is None else len(dealt.own[self._shard.engine]),
+            self._next_claims() if dealt.common else None,
+        )
         with self._collectives.failing_together("handing prompts to the engines"):
-            if self._shard is not None:
-                requests = _requests(groups, parts[self._shard.engine], seed)
-            if requests and isinstance(self._engine, Background):
-                self._engine.begin(requests, sampling)
-        return Pending(list(prompts), first_copy, groups, parts, requests, sampling, policy_version)
+            if work.requests and isinstance(self._engine, Background):
+                self._engine.begin(work, sampling)
+        return Pending(
+            list(prompts),
+            first_copy,
+            groups,
+            dealt,
+            work,
+            positions,
+            sampling,
+            policy_version,
+            missing=copies,
+            answered=[[] for _ in range(self._placement.num_engines)],
+        )
+
+    def poll(self, pending: Pending, timeout_s: float) -> list[int]:
+        """Exchanges what engines in the background have finished; all ranks must call it together.
+
+        Args:
+            pending: begun, and not whole yet.
+            timeout_s: how long to wait where nothing has finished.
+
+        Returns:
+            Positions of the groups that have become whole by it, the same on all ranks.
+        """
+        answers: list[Answer] = []
+        with self._collectives.failing_together("generating completions"):
+            if isinstance(self._engine, Background) and pending.work.requests:
+                answers = _checked(self._engine.poll(timeout_s), pending)
+        before = list(pending.missing)
+        self._exchange(answers, pending)
+        return [group for group, count in enumerate(before) if count and not pending.missing[group]]
 
     def finish(self, pending: Pending) -> tuple[list[list[Completion]], list[EngineStats]]:
         """Brings every completion back to the rank that asked for it; all ranks must call it, once for each begin.
@@ -145,16 +187,30 @@ class Generator:
         Returns:
             The completions of each of this rank's prompts, in order, and one record per engine.
         """
-        answers: list[list[Completion]] = []
-        seconds = 0.0
+        answers: list[Answer] = []
+        now = time.monotonic()
+        span = Span(now, now)
         with self._collectives.failing_together("generating completions"):
-            if self._engine is not None and pending.requests:
-                answers, seconds = self._answer(self._engine, pending)
-        rows, stats = self._gather_answers(answers, pending, seconds)
-        mine = []
-        for prompt, first in zip(pending.prompts, pending.first_copy, strict=True):
-            mine.append([rows[prompt.index, copy] for copy in range(first, first + prompt.num_copies)])
-        return mine, stats
+            if self._engine is not None and pending.work.requests:
+                answers, span = _answer(self._engine, pending)
+                answers = _checked(answers, pending)
+        self._exchange(answers, pending)
+        with self._collectives.failing_together("collecting completions"):
+            lost = sum(pending.missing)
+            if lost:
+                raise EngineError(f"{lost} of {sum(g.num_copies for g in pending.groups)} completions never came.")
+        for group in pending.groups:
+            copies = range(group.num_copies)
+            self._expected.note(group.index, [len(pending.completions[group.index, c].token_ids) for c in copies])
+        spans = self._collectives.gather_ragged(torch.tensor([[span.start, span.end]], dtype=torch.float64))
+        stats = []
+        in_order = _tokens_in_order(pending)
+        for engine, parts in enumerate(pending.answered):
+            start, end = spans[self._placement.host_of(engine)][0].tolist()
+            tokens = _num_tokens(parts, pending)
+            spans_of = (Span(start, end),) if parts else ()
+            stats.append(EngineStats(engine, len(parts), tokens, end - start, spans_of, in_order[engine]))
+        return pending.rows(list(zip(pending.prompts, pending.first_copy, strict=True))), stats
 
     def generate(
         self,
@@ -165,6 +221,15 @@ class Generator:
     ) -> tuple[list[list[Completion]], list[EngineStats]]:
         """:meth:`begin` and :meth:`finish` in one call."""
         return self.finish(self.begin(prompts, sampling, policy_version=policy_version, seed=seed))
+
+    def _next_claims(self) -> FileClaims:
+        """A counter for this batch; that of the last one, whose engines have all finished, is removed."""
+        assert self._claims_folder is not None
+        self._number += 1
+        if self._folder is not None:
+            for name in (f"{self._number - 1}", f"{self._number - 1}.lock"):
+                (self._claims_folder / name).unlink(missing_ok=True)
+        return FileClaims(self._claims_folder / str(self._number))
 
     def _gather_groups(self, prompts: Sequence[Prompt]) -> tuple[list[Group], list[int]]:
         """Merges all ranks' prompts to groups, and finds the first copy that belongs to each local prompt."""
@@ -189,69 +254,93 @@ class Generator:
                     first_copy.append(before)
         return list(groups.values()), first_copy
 
-    @staticmethod
-    def _answer(engine: Engine, pending: Pending) -> tuple[list[list[Completion]], float]:
-        if isinstance(engine, Background):
-            answers, seconds = engine.finish()
-        else:
-            start = time.perf_counter()
-            answers = engine.generate(pending.requests, pending.sampling)
-            seconds = time.perf_counter() - start
-        counts = [len(answer) for answer in answers]
-        wanted = [request.num_completions for request in pending.requests]
-        if counts != wanted:
-            raise EngineError(f"the engine was asked for {wanted} completions and gave {counts}.")
-        for answer in answers:
-            for completion in answer:
-                if len(completion.token_ids) != len(completion.sampling_logprobs):
-                    raise EngineError(
-                        f"the engine gave {len(completion.token_ids)} token ids but "
-                        f"{len(completion.sampling_logprobs)} log-probabilities for one completion."
-                    )
-        return answers, seconds
-
-    def _gather_answers(
-        self,
-        answers: Sequence[Sequence[Completion]],
-        pending: Pending,
-        seconds: float,
-    ) -> tuple[dict[tuple[int, int], Completion], list[EngineStats]]:
-        """Shares every engine's completions with all ranks as flat tensors; keys are (prompt index, copy)."""
+    def _exchange(self, answers: Sequence[Answer], pending: Pending) -> None:
+        """Shares every engine's completions with all ranks, as flat tensors."""
         speaks = self._shard is not None and self._shard.index == 0
-        flat = [completion for answer in answers for completion in answer] if speaks else []
+        flat = [(position, completion) for position, part in answers for completion in part] if speaks else []
         heads = torch.tensor(
-            [[len(c.token_ids), _FINISH_REASONS.index(c.finish_reason)] for c in flat], dtype=torch.int64
+            [[position, len(c.token_ids), _FINISH_REASONS.index(c.finish_reason)] for position, c in flat],
+            dtype=torch.int64,
         )
         gather = self._collectives.gather_ragged
-        all_heads = gather(heads.view(-1, 2))
-        all_ids = gather(torch.from_numpy(_joined([c.token_ids for c in flat], np.int64)))
-        all_logprobs = gather(torch.from_numpy(_joined([c.sampling_logprobs for c in flat], np.float32)))
-        all_seconds = gather(torch.tensor([seconds], dtype=torch.float64))
-        rows: dict[tuple[int, int], Completion] = {}
-        stats = []
-        for engine, engine_parts in enumerate(pending.parts):
+        all_heads = gather(heads.view(-1, 3))
+        if not any(len(rank_heads) for rank_heads in all_heads):
+            return
+        all_ids = gather(torch.from_numpy(_joined([c.token_ids for _, c in flat], np.int64)))
+        all_logprobs = gather(torch.from_numpy(_joined([c.sampling_logprobs for _, c in flat], np.float32)))
+        for engine in range(self._placement.num_engines):
             rank = self._placement.host_of(engine)
             tokens, values = all_ids[rank].tolist(), all_logprobs[rank].tolist()
-            heads_left = iter(all_heads[rank].tolist())
-            position = 0
-            for part in engine_parts:
-                for copy in range(part.first_copy, part.first_copy + part.num_copies):
-                    length, reason = next(heads_left)
-                    span = slice(position, position + length)
-                    key = pending.groups[part.group].index, copy
-                    rows[key] = Completion(tokens[span], values[span], _FINISH_REASONS[reason], pending.policy_version)
-                    position += length
-            stats.append(EngineStats(engine, len(engine_parts), position, float(all_seconds[rank].item())))
-        return rows, stats
+            copy, place = 0, 0
+            for position, length, reason in all_heads[rank].tolist():
+                part = pending.plan.parts[position]
+                group = pending.groups[part.group]
+                span = slice(place, place + length)
+                pending.completions[group.index, part.first_copy + copy] = Completion(
+                    tokens[span], values[span], _FINISH_REASONS[reason], pending.policy_version
+                )
+                pending.missing[part.group] -= 1
+                place += length
+                copy += 1
+                if copy == part.num_copies:
+                    pending.answered[engine].append(part)
+                    copy = 0
 
 
-def _requests(groups: Sequence[Group], parts: Sequence[Part], seed: int | None) -> list[Request]:
-    requests = []
-    for part in parts:
-        group = groups[part.group]
-        own = None if seed is None else request_seed(seed, group.index) + part.first_copy
-        requests.append(Request(group.token_ids, part.num_copies, own))
-    return requests
+def _answer(engine: Engine, pending: Pending) -> tuple[list[Answer], Span]:
+    """The answers that no poll has given, and when the engine worked."""
+    if isinstance(engine, Background):
+        return engine.finish()
+    answers: list[Answer] = []
+    start = time.monotonic()
+    if isinstance(engine, Incremental):
+        engine.work_off(pending.work, pending.sampling, lambda *answer: answers.append(answer))
+    else:
+        answers = list(enumerate(engine.generate(pending.work.requests, pending.sampling)))
+        if len(answers) != len(pending.work.requests):
+            raise EngineError(f"the engine was asked for {len(pending.work.requests)} prompts and gave {len(answers)}.")
+    return answers, Span(start, time.monotonic())
+
+
+def _checked(answers: Sequence[Answer], pending: Pending) -> list[Answer]:
+    """The same with positions in the plan, when every prompt has what it was asked for.
+
+    Raises:
+        EngineError: when completions or log-probabilities are missing.
+    """
+    for request, completions in answers:
+        wanted = pending.work.requests[request].num_completions
+        if len(completions) != wanted:
+            raise EngineError(f"the engine was asked for {wanted} completions of a prompt and gave {len(completions)}.")
+        for completion in completions:
+            if len(completion.token_ids) != len(completion.sampling_logprobs):
+                raise EngineError(
+                    f"the engine gave {len(completion.token_ids)} token ids but "
+                    f"{len(completion.sampling_logprobs)} log-probabilities for one completion."
+                )
+    return [(pending.positions[request], completions) for request, completions in answers]
+
+
+def _num_tokens(parts: Sequence[Part], pending: Pending) -> int:
+    """Sampled tokens of some parts."""
+    return sum(
+        len(pending.completions[pending.groups[part.group].index, part.first_copy + copy].token_ids)
+        for part in parts
+        for copy in range(part.num_copies)
+    )
+
+
+def _tokens_in_order(pending: Pending) -> list[int]:
+    """Sampled tokens of each engine, had it been given consecutive rows."""
+    rows = [(group.index, copy) for group in pending.groups for copy in range(group.num_copies)]
+    spans = split_evenly(len(rows), len(pending.answered))
+    return [sum(len(pending.completions[rows[place]].token_ids) for place in span) for span in spans]
+
+
+def _request(groups: Sequence[Group], part: Part, seed: int | None) -> Request:
+    group = groups[part.group]
+    own = None if seed is None else request_seed(seed, group.index) + part.first_copy
+    return Request(group.token_ids, part.num_copies, own)
 
 
 def _joined(lists: Sequence[Sequence[int] | Sequence[float]], dtype: type) -> np.ndarray:

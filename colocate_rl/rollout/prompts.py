@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from colocate_rl.errors import DataError
-
-Message = dict[str, Any]
+from colocate_rl.rollout import dialogue
+from colocate_rl.rollout.dialogue import Message
 
 
 def is_conversational(prompt: Any) -> bool:
@@ -24,13 +24,19 @@ class PromptCodec:
     Args:
         tokenizer: of the policy.
         chat_template_kwargs: passed to ``apply_chat_template`` for conversational prompts.
+        schemas: of the tools that the model may call; prompts must be conversational then.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        schemas: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.tokenizer = tokenizer
-        self._template_kwargs = dict(chat_template_kwargs or {})
+        self.schemas = list(schemas)
+        tools = {"tools": self.schemas} if self.schemas else {}
+        self._template_kwargs = {**tools, **(chat_template_kwargs or {})}
 
     def encode(self, prompt: Any) -> tuple[int, ...]:
         """Token ids of a prompt: a string with the tokenizer's own special tokens, messages by the chat template.
@@ -39,6 +45,11 @@ class PromptCodec:
             DataError: when the prompt is neither, or comes out empty.
         """
         if isinstance(prompt, str):
+            if self.schemas:
+                raise DataError(
+                    f"With tools a prompt must be a list of messages {{'role', 'content'}}, got the text "
+                    f"{prompt[:80]!r}: only a chat template tells the model of its tools."
+                )
             ids = self.tokenizer(prompt)["input_ids"]
         elif is_conversational(prompt):
             ids = self._apply_template(prompt)
@@ -65,10 +76,13 @@ class PromptCodec:
         )
         return list(encoded["input_ids"])
 
-    def decode(self, prompt: Any, token_ids: Sequence[int]) -> Any:
+    def decode(self, prompt: Any, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> Any:
         """What a reward function gets: a string, or one assistant message for a conversational prompt."""
-        text = self.text(token_ids)
-        return [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
+        return [self.message(token_ids, prompt_ids)] if is_conversational(prompt) else self.text(token_ids)
+
+    def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
+        """One turn of the assistant as a message; see :func:`colocate_rl.rollout.dialogue.parse`."""
+        return dialogue.parse(self.tokenizer, token_ids, prompt_ids, self.schemas)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Readable text without special tokens; ids beyond the tokenizer's range become nothing."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colocate_rl.engine.protocol import Completion
+from colocate_rl.engine.protocol import Completion, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What one engine did for one generation batch."""
+    """What one engine did in one call."""
 
     engine: int
     num_prompts: int
     num_tokens: int
     """Sampled tokens."""
     seconds: float
+    spans: tuple[Span, ...] = ()
+    """When it generated."""
+    num_tokens_in_order: int = 0
+    """What it would have sampled, had groups been cut into slices as they came instead of dealt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class RolloutBatch:
     attention_mask: torch.Tensor
     """bool [B, T]: True on prompt and completion."""
     completion_mask: torch.Tensor
-    """bool [B, T]: True on tokens that an engine sampled."""
+    """bool [B, T]: True on tokens that an engine sampled, so not on what tools wrote in between."""
     loss_mask: torch.Tensor
     """bool [B, T]: completion_mask without rows left out of the loss (mask_truncated_completions)."""
     sampling_logprobs: torch.Tensor
@@ -94,7 +98,8 @@ class RolloutBatch:
             start = len(prompt)
             input_ids[row, :length] = torch.tensor([*prompt, *completion.token_ids], dtype=torch.int64)
             attention_mask[row, :length] = True
-            completion_mask[row, start:length] = True
+            sampled = True if completion.sampled is None else torch.tensor(completion.sampled, dtype=torch.bool)
+            completion_mask[row, start:length] = sampled
             sampling_logprobs[row, start:length] = torch.tensor(completion.sampling_logprobs, dtype=torch.float32)
         kept = torch.tensor(list(keep), dtype=torch.bool)[:, None]
         return cls(
@@ -105,6 +110,18 @@ class RolloutBatch:
             sampling_logprobs=sampling_logprobs,
             advantages=advantages.to(torch.float32),
         )
+
+    @classmethod
+    def joined(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """The rows of several batches, one batch after the other; what one of them lacks, all must lack."""
+        width = max(batch.input_ids.shape[1] for batch in batches)
+        columns: dict[str, Any] = {}
+        for item in fields(cls):
+            values = [getattr(batch, item.name) for batch in batches]
+            if values[0] is not None and values[0].ndim == 2:
+                values = [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
+            columns[item.name] = None if values[0] is None else torch.cat(values)
+        return cls(**columns)
 
     @property
     def num_rows(self) -> int:

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -121,11 +121,9 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The causal language model inside, with its adapted layers, or ``model`` itself."""
-    if isinstance(model, PeftModel):
-        return _module(model.get_base_model())
-    return model
+    return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 def effective(module: nn.Module) -> nn.Module:

@@ -7,10 +7,12 @@ calls it a second time, in the backward pass.
 """
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -18,7 +20,8 @@ NAME = "colocate_varlen"
 REPLACED = "sdpa"
 
 _KNOWN = frozenset(
-    {"scaling", "is_causal", "position_ids", "position_embeddings", "cache_position"}
+    {"scaling", "is_causal", "position_ids", "position_embeddings", "cache_position", "packed_keys"}
+    | {"output_router_logits"}
     | {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 )
 """Arguments that a packed pass reads or that change nothing in it. Any other one asks for another kind of attention."""
@@ -65,7 +68,8 @@ def varlen_attention(
         value: as key.
         attention_mask: read only where there are no row boundaries.
         given: as transformers passes them on: ``scaling`` of the scores, ``cu_seq_lens_q`` int32 [rows + 1] (where each
-            row starts, and N; None: no packed pass), ``max_length_q`` (tokens of the longest row).
+            row starts, and N; None: no packed pass), ``max_length_q`` (tokens of the longest row), the same of the keys
+            under ``_k``, and ``packed_keys`` int64 [M]: which token each key is, where rows share prompts.
 
     Returns:
         [1, N, heads, size], and no attention weights.
@@ -80,10 +84,20 @@ def varlen_attention(
         )
         return usual
     _check_packed(module, query, given)
+    keys = given.get("packed_keys")
+    if keys is not None:
+        key, value = _gathered(key, keys), _gathered(value, keys)
+    rows = Rows(cumulated, given["cu_seq_lens_k"], given["max_length_q"], given["max_length_k"])
     scaling = given.get("scaling")
-    if _kernel_takes(query, value):
-        return by_kernel(query, key, value, cumulated, given["max_length_q"], scaling), None
-    return by_rows(query, key, value, cumulated, scaling), None
+    return (by_kernel if _kernel_takes(query, value) else by_rows)(query, key, value, rows, scaling), None
+
+
+def _gathered(states: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The chosen tokens of [1, heads, N, size]; gradients of a token that several rows use are summed in float32.
+
+    In 16 bits the sum would not only round: a GPU adds 16-bit numbers into one place several times slower.
+    """
+    return states.float().index_select(2, keys).to(states.dtype)
 
 
 def _check_packed(module: nn.Module, query: torch.Tensor, given: dict[str, Any]) -> None:
@@ -103,31 +117,42 @@ def _check_packed(module: nn.Module, query: torch.Tensor, given: dict[str, Any])
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of a packed sequence lie."""
+
+    starts: torch.Tensor
+    """int32 [rows + 1]: where each row's queries start, and how many there are in all."""
+    key_starts: torch.Tensor
+    """int32 [rows + 1]: the same of its keys; a row's queries are its last tokens."""
+    longest: int
+    """Most queries of a row."""
+    longest_keys: int
+    """Most keys of a row."""
+
+
 def by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cumulated: torch.Tensor,
-    longest: int,
-    scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scaling: float | None
 ) -> torch.Tensor:
     """All rows in one launch of the Flash Attention kernel that torch brings along; CUDA, 16 bits."""
     dtype = _compute_dtype(query)
     q, k, v = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
     further: Any = {"scale": scaling, "window_size": (-1, 0), **_GROUPED}
-    output: Any = varlen_attn(q, k, v, cumulated, cumulated, longest, longest, **further)
+    output: Any = varlen_attn(q, k, v, rows.starts, rows.key_starts, rows.longest, rows.longest_keys, **further)
     return cast(torch.Tensor, output[None])
 
 
 def by_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cumulated: torch.Tensor, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scaling: float | None
 ) -> torch.Tensor:
     """Row after row through torch's own attention: exact everywhere, and no mask of N x N."""
-    lengths = cumulated.diff().tolist()
+    queries, keys = rows.starts.diff().tolist(), rows.key_starts.diff().tolist()
     grouped = query.shape[1] != key.shape[1]
     outputs = [
-        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+        nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), scale=scaling, enable_gqa=grouped
+        )
+        for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 

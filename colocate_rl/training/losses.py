@@ -1,16 +1,25 @@
-"""The GRPO family of losses as small pure functions. Shape letters: B rows, T tokens.
+"""The loss of a micro-batch out of its parts. Shape letters: B rows, T tokens.
 
-Per-token tensors follow :mod:`colocate_rl.rollout.records`: column t is about token t. Formulas: GRPO (Shao et al.
-2024,
-arXiv 2402.03300), DAPO (Yu et al. 2025, 2503.14476), Dr. GRPO (Liu et al. 2025, 2503.20783), GSPO (Zheng et al. 2025,
-2507.18071), two-sided clipping (INTELLECT-2, 2505.07291), k3 estimate of the KL (Schulman, "Approximating KL
-divergence").
+Per-token tensors follow :mod:`colocate_rl.rollout.records`: column t is about token t. Where the formulas come from
+stands in :mod:`.ratios`, :mod:`.surrogates` and :mod:`.aggregation`; ``docs/objective.md`` has them side by side.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from colocate_rl.training.aggregation import AGGREGATIONS, Denominators, SliceSize
+from colocate_rl.training.ratios import kl_k3, log_ratio, off_policy_mask, sampling_correction
+from colocate_rl.training.surrogates import (
+    GAMMA_NEGATIVE,
+    GAMMA_POSITIVE,
+    Gamma,
+    cispo_surrogate,
+    clipped_surrogate,
+    gamma_weights,
+    sapo_surrogate,
+    vespo_surrogate,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,11 @@ class LossSettings:
     correction_mode: str = "sequence_mask"
     correction_clip_max: float | None = 3.0
     correction_clip_min: float | None = None
+    off_policy_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_positive: Gamma = GAMMA_POSITIVE
+    vespo_negative: Gamma = GAMMA_NEGATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,135 +61,24 @@ class LossInputs:
     """bool [B, T]: tokens in the loss."""
     advantages: torch.Tensor
     """float32 [B]."""
+    selected: torch.Tensor | None = None
+    """bool [B, T]: tokens of ``mask`` whose entropy is high enough for the policy loss; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss and the per-token tensors that metrics are made of (all detached but the loss)."""
+    """A loss and the tensors that metrics are made of (all detached but the loss)."""
 
     loss: torch.Tensor
     """Scalar, before the division by accumulation steps: this micro-batch's part of its slice's loss."""
     ratio: torch.Tensor
     """float32 [B, T] or [B, 1]: policy over old."""
     kl: torch.Tensor | None
-    """float32 [B, T]: k3 estimate against the reference."""
+    """float32 [B, T]: k3 estimate against the reference, as it stands in the loss."""
     correction: torch.Tensor | None
     """float32 [B, T] or [B, 1]: weight applied for the engine's other numerics."""
-
-
-def log_ratio(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Log of the probability ratio: per token [B, T], or the mean over each sequence's masked tokens [B, 1] (GSPO)."""
-    difference = (new - old) * mask
-    if level == "token":
-        return difference
-    return difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-def clipped_surrogate(
-    ratio: torch.Tensor, advantages: torch.Tensor, *, epsilon: float, epsilon_high: float, delta: float | None
-) -> torch.Tensor:
-    """Per-token -min(min(c, delta) A, clip(c, 1 - epsilon, 1 + epsilon_high) A).
-
-    Args:
-        ratio: [B, T] or [B, 1].
-        advantages: [B].
-        epsilon: lower clip range.
-        epsilon_high: upper clip range.
-        delta: upper bound of the unclipped ratio, or None.
-    """
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    weights = advantages[:, None]
-    return -torch.minimum(bounded * weights, clipped * weights)
-
-
-def kl_k3(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate exp(d) - d - 1 of KL(policy || reference), d = reference - policy; 0 outside the mask."""
-    difference = (reference - policy) * mask
-    return difference.exp() - difference - 1
-
-
-def sampling_correction(
-    old: torch.Tensor,
-    sampling: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    mode: str,
-    clip_max: float | None,
-    clip_min: float | None,
-) -> torch.Tensor:
-    """Importance weight policy / engine for tokens that the engine sampled.
-
-    Args:
-        old: float32 [B, T], the policy's log-probabilities at rollout time.
-        sampling: float32 [B, T], the engine's.
-        mask: bool [B, T].
-        mode: ``token_*`` weighs each token by exp(d), ``sequence_*`` each row by exp(sum of d); ``*_truncate`` clamps
-            the weight to the bounds, ``*_mask`` sets it to 0 outside them.
-        clip_max: upper bound, or None.
-        clip_min: lower bound, or None.
-
-    Returns:
-        float32 [B, T] or [B, 1], without gradient.
-    """
-    difference = ((old - sampling) * mask).nan_to_num(nan=0.0).detach()
-    if mode.startswith("sequence"):
-        difference = difference.sum(-1, keepdim=True)
-    ratio = difference.exp()
-    if mode.endswith("truncate"):
-        return ratio.clamp(min=clip_min, max=clip_max)
-    outside = torch.zeros_like(ratio, dtype=torch.bool)
-    if clip_max is not None:
-        outside |= ratio > clip_max
-    if clip_min is not None:
-        outside |= ratio < clip_min
-    return ratio.masked_fill(outside, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class SliceSize:
-    """How large the whole slice is that a micro-batch belongs to, so that micro-batch losses add up to the slice's."""
-
-    rows: int
-    tokens: torch.Tensor
-    """Scalar: tokens in the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Denominators:
-    """What sums of token losses are divided by."""
-
-    max_completion_length: int
-    tokens_per_slice: float
-    """Loss tokens of the generation batch over all ranks, divided by ranks and by slices (dapo)."""
-    slice: SliceSize
-
-
-def _mean_of_sequence_means(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
-    return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum() / given.slice.rows
-
-
-def _mean_of_tokens(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
-    return (losses * mask).sum() / given.slice.tokens.clamp(min=1)
-
-
-def _sum_over_budget(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
-    return (losses * mask).sum() / (given.slice.rows * given.max_completion_length)
-
-
-def _sum_over_batch_tokens(losses: torch.Tensor, mask: torch.Tensor, given: Denominators) -> torch.Tensor:
-    return (losses * mask).sum() / max(given.tokens_per_slice, 1.0)
-
-
-Aggregation = Callable[[torch.Tensor, torch.Tensor, Denominators], torch.Tensor]
-
-AGGREGATIONS: dict[str, Aggregation] = {
-    "grpo": _mean_of_sequence_means,
-    "bnpo": _mean_of_tokens,
-    "dr_grpo": _sum_over_budget,
-    "dapo": _sum_over_batch_tokens,
-}
-"""One per ``loss_type``: token losses [B, T] and their mask to a scalar."""
+    phi: torch.Tensor | None = None
+    """float32 [B, 1]: VESPO's weight of each sequence."""
 
 
 def grpo_loss(
@@ -183,7 +86,8 @@ def grpo_loss(
 ) -> LossOutput:
     """The loss of one micro-batch, as its part of the loss of the slice that it belongs to.
 
-    Per token: (clipped surrogate) x (sampling correction) + beta x KL [x ratio], then averaged by ``loss_type``.
+    Per token: surrogate x off-policy mask x entropy selection x sampling correction (which VESPO has in its own
+    weight instead) + beta x KL [x ratio], then averaged by ``loss_type``.
 
     Args:
         inputs: log-probabilities, advantages and mask of the micro-batch.
@@ -194,32 +98,91 @@ def grpo_loss(
     mask = inputs.mask
     level = settings.importance_sampling_level
     ratio = log_ratio(inputs.policy_logprobs, inputs.old_logprobs, mask, level).exp()
-    losses = clipped_surrogate(
-        ratio,
-        inputs.advantages,
-        epsilon=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        delta=settings.delta,
-    ).expand_as(inputs.policy_logprobs)
-    weights = None
-    if settings.correction:
-        weights = sampling_correction(
-            inputs.old_logprobs,
+    weights = _correction(inputs, settings) if settings.correction else None
+    phi = _vespo_weights(inputs, settings, weights) if settings.loss_type == "vespo" else None
+    losses = _surrogate(inputs, settings, ratio, phi)
+    if settings.off_policy_threshold is not None:
+        losses = losses * off_policy_mask(
+            inputs.policy_logprobs,
             inputs.sampling_logprobs,
             mask,
-            mode=settings.correction_mode,
-            clip_max=settings.correction_clip_max,
-            clip_min=settings.correction_clip_min,
+            inputs.advantages,
+            settings.off_policy_threshold,
         )
+    if inputs.selected is not None:
+        losses = losses * inputs.selected
+    if weights is not None and phi is None:
         losses = losses * weights
     kl = None
     if settings.beta != 0.0:
         assert inputs.ref_logprobs is not None
         kl = kl_k3(inputs.policy_logprobs, inputs.ref_logprobs, mask)
-        losses = losses + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
+        if settings.use_bias_correction_kl:
+            kl = kl * ratio
+        losses = losses + settings.beta * kl
         kl = kl.detach()
     if whole is None:
         whole = SliceSize(mask.shape[0], mask.sum())
     denominators = Denominators(settings.max_completion_length, tokens_per_slice, whole)
     loss = AGGREGATIONS[settings.loss_type](losses, mask, denominators)
-    return LossOutput(loss, ratio.detach(), kl, weights)
+    return LossOutput(loss, ratio.detach(), kl, weights, phi)
+
+
+def mean_entropy(entropy: torch.Tensor, chosen: torch.Tensor, num_chosen: torch.Tensor) -> torch.Tensor:
+    """This micro-batch's part of the mean entropy (nats) of its slice's chosen tokens; a scalar.
+
+    Args:
+        entropy: float32 [B, T].
+        chosen: bool [B, T].
+        num_chosen: scalar, of the whole slice.
+    """
+    return (entropy * chosen).sum() / num_chosen.clamp(min=1)
+
+
+def _surrogate(
+    inputs: LossInputs, settings: LossSettings, ratio: torch.Tensor, phi: torch.Tensor | None
+) -> torch.Tensor:
+    """Token losses [B, T]."""
+    logprobs, advantages = inputs.policy_logprobs, inputs.advantages
+    if phi is not None:
+        return vespo_surrogate(phi, logprobs, advantages)
+    if settings.loss_type == "cispo":
+        return cispo_surrogate(ratio, logprobs, advantages, epsilon_high=settings.epsilon_high)
+    if settings.loss_type == "sapo":
+        losses = sapo_surrogate(
+            ratio,
+            advantages,
+            temperature_pos=settings.sapo_temperature_pos,
+            temperature_neg=settings.sapo_temperature_neg,
+        )
+    else:
+        losses = clipped_surrogate(
+            ratio,
+            advantages,
+            epsilon=settings.epsilon,
+            epsilon_high=settings.epsilon_high,
+            delta=settings.delta,
+        )
+    return losses.expand_as(logprobs)
+
+
+def _correction(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+    return sampling_correction(
+        inputs.old_logprobs,
+        inputs.sampling_logprobs,
+        inputs.mask,
+        mode=settings.correction_mode,
+        clip_max=settings.correction_clip_max,
+        clip_min=settings.correction_clip_min,
+    )
+
+
+def _vespo_weights(inputs: LossInputs, settings: LossSettings, correction: torch.Tensor | None) -> torch.Tensor:
+    return gamma_weights(
+        inputs.policy_logprobs - inputs.old_logprobs,
+        correction,
+        inputs.advantages,
+        inputs.mask,
+        positive=settings.vespo_positive,
+        negative=settings.vespo_negative,
+    )

@@ -38,10 +38,10 @@ def too_few(completions, **kwargs):
 if os.environ.get("BREAK_ENGINE_ON_RANK") == str(RANK):
     from colocate_rl.engine.vllm_engine import VllmEngine
 
-    def broken(self, requests, sampling):
+    def broken(self, work, sampling, deliver):
         raise OSError("the engine's own mistake")
 
-    VllmEngine.generate = broken
+    VllmEngine.work_off = broken
 """
 
 

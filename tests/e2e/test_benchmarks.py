@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import logprob_memory, train_packed
+from benchmarks import learning_curves, logprob_memory, timeline, train_packed
 from benchmarks.planning import Law, Plan
 from benchmarks.processes import REPOSITORY
 from benchmarks.work import Work, WorkError, make_prompts, make_tokenizer
@@ -103,6 +103,34 @@ def test_generation_measures_every_way_and_takes_steps_apart(tmp_path):
             assert 0 < parts["update"] + parts["launch"] < parts["step"]
         assert row["parts_ms"]["lean"]["outputs"] == 0 < row["parts_ms"]["usual"]["outputs"]
     assert "ms per step" in done.stdout
+
+
+def test_a_timeline_has_a_row_for_each_rank_and_engine(tmp_path):
+    spans = [("sync", 10, 11), ("generate", 11, 14), ("train", 14, 16), ("sync", 16, 17), ("generate", 17, 20)]
+    events = [{"rank": r, "phase": p, "start": s, "end": e} for r in (0, 1) for p, s, e in spans]
+    events += [{"engine": 0, "phase": "generate", "start": s, "end": e} for s, e in ((11.5, 13), (17, 19))]
+    path = tmp_path / "timeline.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    rows = timeline.lanes(timeline.load(path))
+    assert list(rows) == ["rank 0", "rank 1", "engine 0"]
+    assert [(e["phase"], e["start"], e["end"]) for e in rows["rank 1"]][:2] == [("sync", 0, 1), ("wait", 1, 4)]
+    assert sorted((e["phase"], e["start"]) for e in rows["engine 0"]) == [
+        ("generate", 1.5), ("generate", 7), ("sync", 0), ("sync", 6),
+    ]  # fmt: skip
+    last = timeline.load(path, num_steps=1)
+    assert min(event["start"] for event in last) == 0
+    assert {event["phase"] for event in last} == {"sync", "generate"}
+    timeline.draw(last, tmp_path / "timeline.png", "the last step")
+    assert (tmp_path / "timeline.png").stat().st_size > 5_000
+
+
+def test_learning_curves_are_apart_by_standard_errors():
+    accuracies = {"none": (0.8, 0.9, 1.0), "stream": (0.6, 0.7, 0.8)}
+    runs = [{"mode": mode, "accuracy_after": value} for mode, found in accuracies.items() for value in found]
+    compared = learning_curves.compare(runs)
+    assert compared["modes"]["none"] == pytest.approx({"mean": 0.9, "standard_deviation": 0.1, "runs": 3})
+    apart = compared["differences"]["none - stream"]
+    assert apart == pytest.approx({"difference": 0.2, "standard_errors": 0.2 / (0.02 / 3) ** 0.5})
 
 
 def test_a_step_uses_exactly_the_asked_completions():

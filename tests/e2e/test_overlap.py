@@ -1,4 +1,4 @@
-"""Overlapped runs from one launch: they learn from data one version old, and a lost engine ends them."""
+"""Overlapped runs from one launch: how old the data are that they learn from, and that a lost engine ends them."""
 
 import contextlib
 import json
@@ -47,18 +47,59 @@ def test_one_step_trains_evaluates_and_stays_one_version_behind(launcher: Launch
     assert not engines_of(launcher)
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_stream_trains_evaluates_resumes_and_stays_on_policy(launcher: Launcher, num_processes: int) -> None:
+    settings: dict[str, object] = {
+        "overlap": "stream",
+        "num-vllm-gpus": num_processes,
+        "vllm_max_num_seqs": 8,  # of 32 completions: groups finish one after the other
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4 // num_processes,
+        "eval_dataset": "eval.jsonl",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 1e-3,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+    }
+    done = launcher(num_processes, max_steps=3, save_strategy="steps", save_steps=3, **settings)
+    assert done.status == 0, done.text[-4000:]
+    resume = {"resume_from_checkpoint": "out/checkpoint-3", "max_steps": 5}
+    resumed = launcher(num_processes, **{**settings, **resume})
+    assert resumed.status == 0, resumed.text[-4000:]
+    records = [json.loads(line) for line in (launcher.folder / "out/metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "step_time" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    assert all(record["staleness"] == 0 for record in steps)
+    assert all(record["sampling/sampling_logp_difference/mean"] < 1e-3 for record in steps), "weights are current"
+    assert all(sum(record[f"engine/{e}/prompts"] for e in range(num_processes)) == 8 for record in steps)
+    assert all(record["grad_norm"] > 0 for record in steps)
+    assert len([record for record in records if "eval_reward" in record]) >= 2
+    assert not engines_of(launcher)
+
+
+def test_an_error_in_an_engine_that_streams_ends_the_run_with_its_traceback(launcher: Launcher) -> None:
+    done = launcher(2, overlap="stream", generation_kwargs='{"logit_bias": {"99999": 1.0}}')
+    assert done.status != 0
+    assert "In the engine's process:" in done.text
+    assert "logit_bias" in done.text
+    assert "work_off" in done.text
+    assert not engines_of(launcher)
+
+
 def test_two_steps_per_generation_batch_are_refused_by_the_bound(launcher: Launcher) -> None:
     done = launcher(1, overlap="one_step", **{"num-vllm-gpus": 1, "num_iterations": 2})
     assert done.status != 0
     assert "max_staleness=1 refuses that" in done.text
 
 
-def test_a_killed_engine_ends_the_run_within_a_minute(launcher: Launcher) -> None:
+@pytest.mark.parametrize("overlap", ["stream", "one_step"])
+def test_a_killed_engine_ends_the_run_within_a_minute(launcher: Launcher, overlap: str) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "-m", "colocate_rl.grpo"]
     log = launcher.folder / "log"
     with log.open("w") as out:
         run = subprocess.Popen(
-            [*command, *launcher.flags(overlap="one_step", max_steps=100000)],
+            [*command, *launcher.flags(overlap=overlap, max_steps=100000)],
             cwd=launcher.folder,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
             stdout=out,

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from colocate_rl.engine.background import BackgroundEngine
-from colocate_rl.engine.protocol import Background, Request, SamplingSpec
+from colocate_rl.engine.claims import FileClaims
+from colocate_rl.engine.protocol import Background, Request, SamplingSpec, Work
 from colocate_rl.errors import EngineError
 from tests.engine.conftest import engine_spec, greedy_by_policy, prompts, weights
 from tests.tiny import tiny_model
@@ -47,11 +48,47 @@ def test_answers_follow_the_policy_through_shared_memory(engine: BackgroundEngin
                 if "norm" not in name:
                     parameter.add_(torch.randn_like(parameter) * parameter.std())
         engine.load_weights(weights(model))
-        engine.begin([Request(prompt, 1) for prompt in prompts(4)], GREEDY)
+        before = time.monotonic()
+        engine.begin(Work.of([Request(prompt, 1) for prompt in prompts(4)]), GREEDY)
         wanted = [greedy_by_policy(model, prompt, 16) for prompt in prompts(4)]  # meanwhile
-        answers, seconds = engine.finish()
-        assert [list(answer[0].token_ids) for answer in answers] == wanted
-        assert seconds > 0
+        answers, span = engine.finish()
+        assert [list(dict(answers)[position][0].token_ids) for position in range(4)] == wanted
+        assert before < span.start < span.end < time.monotonic()
+
+
+def test_requests_come_as_they_finish(engine: BackgroundEngine) -> None:
+    model = tiny_model()
+    engine.load_weights(weights(model))
+    short, long = SamplingSpec(max_tokens=4), SamplingSpec(max_tokens=100)
+    engine.begin(Work.of([Request(prompts(1)[0], 1)]), long)
+    assert engine.poll(0.0) == []
+    engine.finish()
+    engine.begin(Work.of([Request(prompt, 2) for prompt in prompts(70, 2)]), short)  # 32 run at once: waves
+    seen: list[int] = []
+    polls = 0
+    while len(seen) < 70:
+        found = engine.poll(0.5)
+        polls += bool(found)
+        seen += [position for position, _ in found]
+        assert all(len(completions) == 2 for _, completions in found)
+    rest, _ = engine.finish()
+    assert not rest
+    assert sorted(seen) == list(range(70))
+    assert polls > 1
+
+
+def test_common_requests_are_taken_when_there_is_room(engine: BackgroundEngine, tmp_path: Path) -> None:
+    engine.load_weights(weights(tiny_model()))
+    claims = FileClaims(tmp_path / "1")
+    assert [claims.next(), claims.next()] == [0, 1]  # another engine was faster
+    requests = [Request(prompt, 8, seed=100 * number) for number, prompt in enumerate(prompts(12, 3))]
+    engine.begin(Work(requests, 2, claims), SamplingSpec(max_tokens=8))  # 32 run at once, so 4 of these
+    answers = dict(engine.finish()[0])
+    assert sorted(answers) == [0, 1, *range(4, 12)]
+    engine.begin(Work.of(requests), SamplingSpec(max_tokens=8))
+    everything = dict(engine.finish()[0])
+    for position, completions in answers.items():  # seeds decide, not when or beside what a request ran
+        assert [c.token_ids for c in completions] == [c.token_ids for c in everything[position]]
 
 
 def test_other_tensors_are_shared_anew(engine: BackgroundEngine) -> None:
@@ -64,7 +101,7 @@ def test_other_tensors_are_shared_anew(engine: BackgroundEngine) -> None:
 
 
 def test_nothing_may_be_asked_while_it_generates(engine: BackgroundEngine) -> None:
-    engine.begin([Request(prompts(1)[0], 1)], GREEDY)
+    engine.begin(Work.of([Request(prompts(1)[0], 1)]), GREEDY)
     with pytest.raises(EngineError, match=r"finish\(\) comes before"):
         engine.load_weights(weights(tiny_model()))
     engine.finish()

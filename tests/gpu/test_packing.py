@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.rollout.records import RolloutBatch
-from colocate_rl.training import attention, packing, selfcheck
+from colocate_rl.training import attention, compiling, packing, selfcheck
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
 from tests.gpu.conftest import gpu_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-LENGTHS = ((1, 1), (2, 0), (3, 57), (200, 140), (17, 1), (40, 300), (5, 64))
+LENGTHS = ((1, 1), (2, 0), (3, 57), (200, 140), (17, 1), (40, 300), (5, 64), (200, 31))
 
 
 def objective(*, packed: bool, autocast: bool = False, **changes: Any) -> Objective:
@@ -32,8 +32,9 @@ def make_batch(vocab: int = 288) -> RolloutBatch:
         drawn: list[int] = torch.randint(vocab, (length,), generator=generator).tolist()
         return drawn
 
+    prompts = {length: ids(length) for length, _ in LENGTHS}  # two rows share the long one
     return RolloutBatch.from_rows(
-        [ids(prompt) for prompt, _ in LENGTHS],
+        [prompts[length] for length, _ in LENGTHS],
         [Completion(ids(length), [-5.6] * length, "stop") for _, length in LENGTHS],
         torch.randn(len(LENGTHS), generator=generator),
         keep=[True] * len(LENGTHS),
@@ -57,8 +58,9 @@ def test_the_kernel_computes_attention_inside_rows(heads: int, kv_heads: int, si
     exact = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
     rounded = [states.detach().to(dtype).requires_grad_() for states in exact]
     weights = torch.randn((1, sum(lengths), heads, size), device="cuda")
-    expected = attention.by_rows(exact[0], exact[1], exact[2], cumulated, None)
-    found = attention.by_kernel(rounded[0], rounded[1], rounded[2], cumulated, max(lengths), None)
+    rows = attention.Rows(cumulated, cumulated, max(lengths), max(lengths))
+    expected = attention.by_rows(exact[0], exact[1], exact[2], rows, None)
+    found = attention.by_kernel(rounded[0], rounded[1], rounded[2], rows, None)
     (expected * weights).sum().backward()
     (found.float() * weights).sum().backward()
     assert found.dtype == dtype
@@ -100,6 +102,28 @@ def test_log_probabilities_and_gradients(precision: str, kv_heads: int, checkpoi
     assert float(cosine) > 0.999
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_layers_and_head(dtype: torch.dtype, checkpointing: bool) -> None:
+    """The same numbers, for several sizes, with one compilation of the layers."""
+    model = gpu_model(dtype, num_key_value_heads=2)
+    attention.install(model)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = make_batch()
+    parts = [batch, batch.rows([2, 3, 7]), batch.rows([5, 6])]
+    plain = [both(model, part)[1] for part in parts]
+    compiling.install(model)
+    torch._dynamo.utils.counters.clear()
+    fast = [both(model, part, compiled=True)[1] for part in parts]
+    for (expected, gradient), (found, mine) in zip(plain, fast, strict=True):
+        assert float((expected - found).abs().mean()) < (0.02 if dtype == torch.bfloat16 else 1e-4)
+        assert float(torch.nn.functional.cosine_similarity(gradient, mine, dim=0)) > 0.999
+    with torch.compiler.set_stance("fail_on_recompile"):
+        both(model, batch.rows([1, 3, 4, 7]), compiled=True)
+
+
 def test_in_float32_it_is_exact() -> None:
     model = gpu_model(torch.float32, num_key_value_heads=2)
     attention.install(model)
@@ -114,17 +138,19 @@ def test_the_check_at_start(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     assert packing.obstacle(model) is None
     attention.install(model)
     exact = dtype == torch.float32
-    found = selfcheck.compare(model, objective(packed=False))
+    found = selfcheck.compare(model, objective(packed=False), objective(packed=True))
     print(found)
     assert found.shortfall(exact=exact) is None
     honest = attention.by_kernel if dtype == torch.bfloat16 else attention.by_rows
 
-    def rotten(query: Any, key: Any, value: Any, cumulated: torch.Tensor, *rest: Any) -> torch.Tensor:
-        longest = (int(cumulated[-1]), rest[-1]) if dtype == torch.bfloat16 else rest
-        return honest(query, key, value, cumulated[[0, -1]], *longest)
+    def rotten(query: Any, key: Any, value: Any, rows: attention.Rows, scaling: float | None) -> torch.Tensor:
+        starts, key_starts = rows.starts[[0, -1]], rows.key_starts[[0, -1]]
+        whole = attention.Rows(starts, key_starts, int(starts[-1]), int(key_starts[-1]))
+        return honest(query, key, value, whole, scaling)
 
     monkeypatch.setattr(attention, honest.__name__, rotten)
-    assert selfcheck.compare(model, objective(packed=False)).shortfall(exact=exact) is not None
+    agreement = selfcheck.compare(model, objective(packed=False), objective(packed=True))
+    assert agreement.shortfall(exact=exact) is not None
 
 
 def test_packed_rows_take_less_memory() -> None:

@@ -66,6 +66,29 @@ def advantages(rewards: Sequence[float], group_size: int, scale: str) -> list[fl
     return result
 
 
+def decoupled_advantages(
+    rewards: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int
+) -> list[float]:
+    """GDPO: each function scaled within each group, summed, and the sums scaled over all rows; 0 without any reward."""
+    scaled: list[list[float]] = [[] for _ in rewards]
+    for start in range(0, len(rewards), group_size):
+        group = range(start, min(start + group_size, len(rewards)))
+        for function in range(len(weights)):
+            column = [rewards[row][function] for row in group]
+            known = [value for value in column if value is not None and not math.isnan(value)]
+            for row, value in zip(group, column, strict=True):
+                if value is None or math.isnan(value):
+                    scaled[row].append(math.nan)
+                else:
+                    scaled[row].append((value - _mean(known)) / (unbiased_std(known) + STD_EPSILON))
+    totals = weighted_rewards(scaled, weights)
+    known = [value for value in totals if not math.isnan(value)]
+    if not known:
+        return [0.0] * len(totals)
+    scale = unbiased_std(known) + STD_EPSILON
+    return [0.0 if math.isnan(value) else (value - _mean(known)) / scale for value in totals]
+
+
 @dataclass(frozen=True)
 class Problem:
     """A micro-batch in float64. All [B, T] but the advantages, [B]; 0 or 1 in ``mask``."""
@@ -76,6 +99,7 @@ class Problem:
     ref: Array
     mask: Array
     advantages: Array
+    entropy: Array
 
 
 @dataclass(frozen=True)
@@ -95,6 +119,15 @@ class Rules:
     clip_min: float | None = None
     max_completion_length: int = 16
     tokens_per_micro_batch: float = 1.0
+    off_policy_threshold: float | None = None
+    top_share: float = 1.0
+    """Of tokens by entropy."""
+    entropy_coef: float = 0.0
+    sapo: tuple[float, float] = (1.0, 1.05)
+    """Temperature for advantages above 0, and for the others."""
+    vespo_k: tuple[float, float] = (2.0, 3.0)
+    """For advantages of at least 0, and for the others."""
+    vespo_lambda: tuple[float, float] = (3.0, 2.0)
 
 
 def _counted(mask: Array, row: int) -> list[int]:
@@ -159,11 +192,68 @@ def correction(problem: Problem, row: int, token: int, rules: Rules) -> float:
     return weight
 
 
-def token_loss(problem: Problem, row: int, token: int, rules: Rules) -> float:
+def stays(problem: Problem, row: int, threshold: float | None) -> bool:
+    """Whether a row is near enough to the policy, or good enough, to be learned from (DeepSeek-V3.2)."""
+    if threshold is None or problem.advantages[row] >= 0:
+        return True
+    gaps = []
+    for token in _counted(problem.mask, row):
+        gap = float(problem.sampling[row, token] - problem.policy[row, token])
+        gaps.append(0.0 if math.isnan(gap) else gap)
+    return not gaps or _mean(gaps) <= threshold
+
+
+def selected(problem: Problem, share: float) -> set[tuple[int, int]]:
+    """Tokens of the mask whose entropy is at least the (1 - share) quantile, interpolated between ranks."""
+    places = [(row, token) for row in range(problem.mask.shape[0]) for token in _counted(problem.mask, row)]
+    if not places:
+        return set()
+    ordered = sorted(float(problem.entropy[place]) for place in places)
+    position = (len(ordered) - 1) * (1 - share)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    bound = ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    return {place for place in places if problem.entropy[place] >= bound - 1e-12}
+
+
+def vespo_weight(problem: Problem, row: int, rules: Rules) -> float:
+    """w^k exp(lambda (1 - w)) with w the product of policy / old x (bounded) old / engine over the row's tokens."""
+    log_w = 0.0
+    for token in _counted(problem.mask, row):
+        step = float(problem.policy[row, token] - problem.old[row, token])
+        log_w += min(max(step, -20.0), 20.0)
+        weight = correction(problem, row, token, rules)
+        log_w += min(max(math.log(weight), math.log(1e-8)), 20.0) if weight > 0 else math.log(1e-8)
+    log_w = min(max(log_w, math.log(1e-8)), 20.0)
+    side = 0 if problem.advantages[row] >= 0 else 1
+    k, rate = rules.vespo_k[side], rules.vespo_lambda[side]
+    return math.exp(k * log_w + rate * (1 - math.exp(log_w)))
+
+
+def policy_objective(problem: Problem, row: int, token: int, rules: Rules, fixed: Problem) -> float:
+    """What is to be made large of one token, before corrections; ``fixed`` stands where gradients stop."""
+    advantage = float(problem.advantages[row])
+    if rules.loss_type == "vespo":
+        return vespo_weight(fixed, row, rules) * advantage * float(problem.policy[row, token])
+    if rules.loss_type == "cispo":
+        held = min(ratio(fixed, row, token, rules.level), rules.epsilon_high)
+        return held * advantage * float(problem.policy[row, token])
+    c = ratio(problem, row, token, rules.level)
+    if rules.loss_type == "sapo":
+        tau = rules.sapo[0] if advantage > 0 else rules.sapo[1]
+        return advantage * 4 / tau / (1 + math.exp(-tau * (c - 1)))
+    return surrogate(c, advantage, rules.epsilon, rules.epsilon_high, rules.delta)
+
+
+def token_loss(problem: Problem, row: int, token: int, rules: Rules, fixed: Problem | None = None) -> float:
     """The loss of one token, before any averaging."""
     c = ratio(problem, row, token, rules.level)
-    objective = surrogate(c, float(problem.advantages[row]), rules.epsilon, rules.epsilon_high, rules.delta)
-    loss = -objective * correction(problem, row, token, rules)
+    fixed = problem if fixed is None else fixed
+    loss = -policy_objective(problem, row, token, rules, fixed)
+    if rules.loss_type != "vespo":
+        loss *= correction(problem, row, token, rules)
+    if not stays(fixed, row, rules.off_policy_threshold) or (row, token) not in selected(problem, rules.top_share):
+        loss = 0.0
     if rules.beta:
         penalty = k3(float(problem.policy[row, token]), float(problem.ref[row, token]))
         if rules.bias_correction:
@@ -172,12 +262,29 @@ def token_loss(problem: Problem, row: int, token: int, rules: Rules) -> float:
     return loss
 
 
-def loss(problem: Problem, rules: Rules) -> float:
-    """The loss of a micro-batch, before the division by accumulation steps."""
+def loss(problem: Problem, rules: Rules, fixed: Problem | None = None) -> float:
+    """The loss of a micro-batch, before the division by accumulation steps.
+
+    Args:
+        problem: where the loss is computed.
+        rules: what it is.
+        fixed: what stands where gradients stop, for differences; None: the problem itself.
+    """
+    chosen = selected(problem, rules.top_share)
+    bonus = sum(float(problem.entropy[place]) for place in chosen) / max(len(chosen), 1)
+    return policy_loss(problem, rules, fixed) - rules.entropy_coef * bonus
+
+
+def policy_loss(problem: Problem, rules: Rules, fixed: Problem | None = None) -> float:
+    """The same without the entropy bonus."""
     rows = problem.mask.shape[0]
-    by_row = [[token_loss(problem, row, token, rules) for token in _counted(problem.mask, row)] for row in range(rows)]
-    if rules.loss_type == "grpo":
+    by_row = [
+        [token_loss(problem, row, token, rules, fixed) for token in _counted(problem.mask, row)] for row in range(rows)
+    ]
+    if rules.loss_type in ("grpo", "sapo"):
         return _mean([_mean(losses) if losses else 0.0 for losses in by_row])
+    if rules.loss_type == "luspo":
+        return _mean([sum(losses) for losses in by_row])
     total, count = 0.0, 0
     for losses in by_row:
         for value in losses:
@@ -187,7 +294,7 @@ def loss(problem: Problem, rules: Rules) -> float:
         return total / max(count, 1)
     if rules.loss_type == "dr_grpo":
         return total / (rows * rules.max_completion_length)
-    assert rules.loss_type == "dapo"
+    assert rules.loss_type in ("dapo", "cispo", "vespo")
     return total / max(rules.tokens_per_micro_batch, 1.0)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate_rl.rollout.advantages import group_advantages, weighted_sum
+from colocate_rl.rollout.advantages import group_advantages, score_groups, weighted_sum
 from tests.unit import reference
 
 pytestmark = pytest.mark.unit
@@ -147,3 +147,50 @@ def test_equal_rewards_give_no_advantage_whatever_they_are(value: float, size: i
     found = group_advantages(torch.full((1, size), value), "group")
     assert found.advantages.abs().max() == 0
     assert found.group_std.max() == 0
+
+
+# GDPO
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), groups=st.integers(1, 4), size=st.integers(1, 6), num_functions=st.integers(1, 3))
+def test_decoupled_advantages_equal_the_reference(
+    data: st.DataObject, groups: int, size: int, num_functions: int
+) -> None:
+    table = [[data.draw(rewards_strategy) for _ in range(num_functions)] for _ in range(groups * size)]
+    weights = [data.draw(st.sampled_from([-1.0, 0.5, 1.0, 2.0])) for _ in range(num_functions)]
+    rewards = torch.tensor(table).view(groups, size, num_functions)
+    found = score_groups(
+        rewards,
+        torch.tensor(weights),
+        aggregation="normalize_then_sum",
+        scale_rewards=data.draw(st.sampled_from(SCALES)),
+    )
+    expected = reference.decoupled_advantages(table, weights, size)
+    torch.testing.assert_close(
+        found.advantages.reshape(-1).double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=2e-3
+    )
+    totals = reference.weighted_rewards(table, weights)
+    torch.testing.assert_close(found.rewards.reshape(-1), torch.tensor(totals), equal_nan=True)
+
+
+def test_a_function_of_small_spread_counts_as_much_as_one_of_large() -> None:
+    """Rewards 0 or 1, and 0 or 100: summed, the second decides alone; decoupled, one of each is the average."""
+    rewards = torch.tensor([[[1.0, 0.0], [1.0, 100.0], [0.0, 0.0], [0.0, 100.0]]])
+    summed, decoupled = (
+        score_groups(rewards, torch.ones(2), aggregation=aggregation, scale_rewards="group")
+        for aggregation in ("sum_then_normalize", "normalize_then_sum")
+    )
+    assert summed.advantages[0, [0, 3]].tolist() == pytest.approx([-0.857, 0.857], abs=0.01)
+    assert decoupled.advantages[0, [0, 3]].tolist() == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert decoupled.advantages[0, [1, 2]].tolist() == pytest.approx([1.2247, -1.2247], abs=1e-3)
+    assert decoupled.rewards.tolist() == summed.rewards.tolist()
+
+
+def test_decoupled_groups_without_differences_learn_nothing() -> None:
+    rewards = torch.full((3, 4, 2), 0.1)
+    rewards[1, :, 1] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    found = score_groups(rewards, torch.ones(2), aggregation="normalize_then_sum", scale_rewards="group")
+    assert found.advantages[[0, 2]].abs().max() < 1e-12
+    assert found.advantages[1].abs().min() > 0.5
+    assert (found.group_std == 0).tolist() == [True, False, True]

@@ -126,9 +126,7 @@ def test_trl_s_names_for_model_and_data(model_flag: str, data_flag: str) -> None
 
 def parsed(*words: str) -> Any:
     """The configuration as the command line makes it."""
-    flags = grpo.normalise_flags(["--model", "owner/some-model", *words])
-    script, rest = grpo.build_parser().parse_known_args(flags)
-    return grpo._parse_config(script, rest)
+    return grpo._parse_config(*grpo.parse_script(["--model", "owner/some-model", *words]))
 
 
 def test_settings_reach_the_configuration(tmp_path: Path) -> None:
@@ -224,7 +222,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     [
         ({"model": None}, ["--model is missing", "--help"]),
         ({"dataset": None}, ["--dataset is missing", "--help"]),
-        ({"reward_funcs": None}, ["--reward-funcs is missing", "--help"]),
+        ({"reward_funcs": None}, ["--reward-funcs is missing", "--reward-model", "--help"]),
+        ({"reward_model": "./gone"}, ["Reward model folder './gone' does not exist", "--reward-model"]),
+        ({"reward_funcs": "get_soft_overlong_punishment"}, ["Write its call", "soft_punish_cache"]),
+        ({"reward_timeout_s": "3"}, ["reward_timeout_s=3", "reward_num_workers"]),
         ({"model": "./nowhere"}, ["Model folder './nowhere' does not exist", "--model"]),
         ({"model": "a/b/c"}, ["Model folder 'a/b/c' does not exist. Check --model."]),
         ({"dataset": "nowhere.jsonl"}, ["Data set 'nowhere.jsonl' does not exist", "--dataset"]),

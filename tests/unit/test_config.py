@@ -13,7 +13,8 @@ from colocate_rl import GRPOConfig, options
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions, option_fields
 from colocate_rl.rollout.advantages import group_advantages
-from colocate_rl.training.losses import AGGREGATIONS, sampling_correction
+from colocate_rl.training.aggregation import AGGREGATIONS
+from colocate_rl.training.ratios import sampling_correction
 
 pytestmark = pytest.mark.unit
 
@@ -194,6 +195,10 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"steps_per_generation": 0}, ["steps_per_generation is 0"]),
     ({"num_iterations": 0}, ["num_iterations is 0"]),
+    ({"reward_num_workers": -1}, ["reward_num_workers is -1", "at least 0"]),
+    ({"reward_timeout_s": 0.0}, ["reward_timeout_s is 0.0", "above 0 seconds"]),
+    ({"max_resample_tries": 0}, ["max_resample_tries is 0", "at least 1"]),
+    ({"dynamic_sampling": True, "overlap": "one_step"}, ["dynamic_sampling=True", "overlap='one_step'"]),
     ({"max_completion_length": 0}, ["max_completion_length is 0"]),
     (
         {"max_completion_length": 64, "vllm_max_model_length": 64},
@@ -215,7 +220,6 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
         },
         ["'token_truncate'", "both are None", "Set at least one"],
     ),
-    ({"use_vllm": False}, ["use_vllm=False"]),
     ({"vllm_mode": "server"}, ["vllm_mode='server'", "num_vllm_gpus"]),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=True", "per_device_train_batch_size"]),
     ({"vllm_devices": "2;3"}, ["vllm_devices='2;3'", "'2,3'"]),
@@ -238,8 +242,10 @@ def test_refusals_name_the_setting_and_the_numbers(tmp_path: Path, given: dict[s
         ("loss_type", options.LossType),
         ("importance_sampling_level", options.ImportanceSamplingLevel),
         ("scale_rewards", options.ScaleRewards),
+        ("multi_objective_aggregation", options.MultiObjectiveAggregation),
         ("vllm_importance_sampling_mode", options.SamplingCorrectionMode),
         ("old_logprobs", options.OldLogprobs),
+        ("on_reward_error", options.OnRewardError),
     ],
 )
 def test_unknown_choices_list_the_known_ones(tmp_path: Path, name: str, literal: Any) -> None:
@@ -248,7 +254,8 @@ def test_unknown_choices_list_the_known_ones(tmp_path: Path, name: str, literal:
         make(tmp_path, **{name: "nonsense"})
     assert f"{name}='nonsense' is unknown. Use one of: {', '.join(known)}." in str(caught.value)
     for value in known:
-        assert getattr(make(tmp_path, **{name: value}), name) == value
+        others = {"vllm_importance_sampling_mode": "token_mask"} if value == "vespo" else {}
+        assert getattr(make(tmp_path, **{name: value, **others}), name) == value
 
 
 def test_choices_are_what_the_code_knows() -> None:
@@ -326,10 +333,17 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "lora_sync": (["merged"], "merged"),
     "overlap": (["one_step"], "one_step"),
     "max_staleness": (["2"], 2),
-    "use_vllm": (["True"], True),
+    "use_vllm": (["False"], False),
+    "vllm_model_impl": (["transformers"], "transformers"),
+    "vllm_structured_outputs_regex": (["[0-9]+"], "[0-9]+"),
+    "cache_implementation": (["static", "--use_vllm", "False"], "static"),
+    "max_tool_calling_iterations": (["3"], 3),
+    "use_transformers_continuous_batching": (["False"], False),
+    "use_transformers_paged": (["False"], False),
     "vllm_mode": (["colocate"], "colocate"),
     "model_init_kwargs": (['{"revision": "main"}'], {"revision": "main"}),
     "trust_remote_code": (["True"], True),
+    "cast_lm_head_to_fp32": (["True"], True),
     "disable_dropout": (["True"], True),
     "remove_unused_columns": (["True"], True),
     "shuffle_dataset": (["False"], False),
@@ -352,8 +366,34 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "delta": (["4.0"], 4.0),
     "importance_sampling_level": (["sequence"], "sequence"),
     "loss_type": (["bnpo"], "bnpo"),
+    "sapo_temperature_pos": (["0.9"], 0.9),
+    "sapo_temperature_neg": (["1.2"], 1.2),
+    "vespo_k_pos": (["1.5"], 1.5),
+    "vespo_lambda_pos": (["2.5"], 2.5),
+    "vespo_k_neg": (["2.5"], 2.5),
+    "vespo_lambda_neg": (["1.5"], 1.5),
+    "multi_objective_aggregation": (["normalize_then_sum"], "normalize_then_sum"),
+    "sync_ref_model": (["True", "--beta", "0.1"], True),
+    "ref_model_mixup_alpha": (["0.5"], 0.5),
+    "ref_model_sync_steps": (["64"], 64),
+    "top_entropy_quantile": (["0.2"], 0.2),
+    "entropy_coef": (["0.01"], 0.01),
+    "use_adaptive_entropy": (["True"], True),
+    "entropy_coef_min": (["-0.5"], -0.5),
+    "entropy_coef_max": (["0.5"], 0.5),
+    "entropy_coef_delta": (["0.001"], 0.001),
+    "entropy_target": (["0.6"], 0.6),
+    "router_aux_loss_coef": (["0.01"], 0.01),
+    "off_policy_mask_threshold": (["0.5"], 0.5),
+    "vllm_importance_sampling_cap": (["2.5"], 2.5),
+    "use_liger_loss": (["True"], True),
     "scale_rewards": (["False"], "none"),
     "reward_weights": (["0.5", "2.0"], [0.5, 2.0]),
+    "reward_num_workers": (["3"], 3),
+    "reward_timeout_s": (["2.5"], 2.5),
+    "on_reward_error": (["none"], "none"),
+    "dynamic_sampling": (["True"], True),
+    "max_resample_tries": (["5"], 5),
     "mask_truncated_completions": (["True"], True),
     "use_bias_correction_kl": (["False"], False),
     "old_logprobs": (["sampling"], "sampling"),
@@ -363,10 +403,12 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_importance_sampling_clip_min": (["0.5"], 0.5),
     "logprob_chunk_size": (["64"], 64),
     "padding_free": (["True"], True),
+    "compile_layers": (["False"], False),
     "max_tokens_per_micro_batch": (["4096"], 4096),
     "log_completions": (["True"], True),
     "num_completions_to_print": (["0"], 0),
     "log_unique_prompts": (["True"], True),
+    "log_reward_trace": (["True"], True),
     "learning_rate": (["1e-5"], 1e-5),
     "logging_steps": (["1"], 1),
     "gradient_checkpointing": (["True"], True),
@@ -392,7 +434,7 @@ def test_option_from_the_command_line(tmp_path: Path, parser: HfArgumentParser, 
     assert value == expected
     assert type(value) is type(expected) or name == "logging_steps"
     (plain,) = parser.parse_args_into_dataclasses(args=["--output_dir", str(tmp_path)])
-    if name not in ("use_vllm", "vllm_mode"):
+    if name not in ("vllm_mode", "use_transformers_continuous_batching", "use_transformers_paged"):
         assert getattr(plain, name) != expected, "a value that is the default would prove nothing"
 
 

@@ -57,6 +57,9 @@ def test_files(tmp_path: Path, name: str, save: Callable[[Path], None], split: s
     loaded = load_rows(str(tmp_path / name), split)
     assert isinstance(loaded, datasets.Dataset)
     assert loaded.to_list() == ROWS
+    streamed = load_rows(str(tmp_path / name), split, streaming=True)
+    assert isinstance(streamed, datasets.IterableDataset)
+    assert list(streamed) == ROWS
 
 
 def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +85,7 @@ def test_conversational_prompts_survive(tmp_path: Path) -> None:
 def test_a_saved_data_set(tmp_path: Path) -> None:
     rows().save_to_disk(str(tmp_path / "saved"))
     assert load_rows(str(tmp_path / "saved"), "train").to_list() == ROWS
+    assert list(load_rows(str(tmp_path / "saved"), "train", streaming=True)) == ROWS
 
 
 def test_a_saved_dictionary_of_splits(tmp_path: Path) -> None:
@@ -98,6 +102,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     folder.mkdir()
     save_jsonl(folder / "train.jsonl")
     assert load_rows(str(folder), "train").to_list() == ROWS
+    assert list(load_rows(str(folder), "train", streaming=True)) == ROWS
     with pytest.raises(DataError, match="has no split 'test'; it has train"):
         load_rows(str(folder), "test")
 

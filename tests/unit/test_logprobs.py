@@ -22,7 +22,7 @@ from transformers import (
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.errors import ConfigError
 from colocate_rl.rollout.records import RolloutBatch
-from colocate_rl.training.logprobs import Head, TokenStatistics, completion_statistics
+from colocate_rl.training.logprobs import Head, PassExtras, TokenStatistics, completion_statistics
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.unit
@@ -86,8 +86,9 @@ def full_statistics(logits: torch.Tensor, batch: RolloutBatch, temperature: floa
     for row, token in batch.completion_mask.nonzero().tolist():
         distribution = torch.log_softmax(logits[row, token - 1] / temperature, dim=-1)
         picked = distribution[batch.input_ids[row, token]]
-        logprobs = logprobs.index_put((torch.tensor(row), torch.tensor(token)), picked)
-        entropy[row, token] = -(distribution.exp() * distribution).sum().detach()
+        place = (torch.tensor(row), torch.tensor(token))
+        logprobs = logprobs.index_put(place, picked)
+        entropy = entropy.index_put(place, -(distribution.exp() * distribution).sum())
     return logprobs, entropy
 
 
@@ -114,16 +115,20 @@ def check_against_full(
     assert found.logprobs.dtype == found.entropy.dtype == torch.float32
     torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
-    assert not found.entropy.requires_grad
 
     names = [name for name, _ in model.named_parameters()]
     parameters = list(model.parameters())
-    ours = torch.autograd.grad((found.logprobs * weights).sum(), parameters)
-    theirs = torch.autograd.grad((expected * weights).sum(), parameters)
-    for name, mine, other in zip(names, ours, theirs, strict=True):
-        scale = float(other.abs().max())
-        assert scale > 0, f"{name} has no gradient at all: the comparison would say nothing"
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    for ours, theirs in (
+        (found.logprobs * weights, expected * weights),
+        (found.entropy * weights, entropy * weights),
+        (found.logprobs * weights + found.entropy, expected * weights + entropy),
+    ):
+        mine_all = torch.autograd.grad(ours.sum(), parameters, retain_graph=True)
+        other_all = torch.autograd.grad(theirs.sum(), parameters, retain_graph=True)
+        for name, mine, other in zip(names, mine_all, other_all, strict=True):
+            scale = float(other.abs().max())
+            assert scale > 0, f"{name} has no gradient at all: the comparison would say nothing"
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # Values and gradients
@@ -182,6 +187,37 @@ def test_soft_cap_after_scale_by_formula() -> None:
 
     batch = make_batch((2, 5), (4, 2))
     check_against_full(model, batch, temperature=0.9, chunk=4, full=full)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_head_in_float32_on_a_decoder_in_bfloat16(mixed: bool) -> None:
+    """Weights in bfloat16, or computing in it: the head's logits are those of float32 factors, and so are gradients."""
+    model, batch = tiny_model(tied=False), make_batch((3, 5), (2, 7))
+    if not mixed:
+        model = model.to(torch.bfloat16)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=mixed)
+
+    def compute(fp32_head: bool) -> TokenStatistics:
+        return completion_statistics(
+            model, model, batch, temperature=0.7, chunk=5, autocast=autocast, extras=PassExtras(fp32_head=fp32_head)
+        )
+
+    with autocast():
+        states = model.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    head = model.lm_head.weight
+    logits = states.float() @ head.float().t()
+    expected, entropy = full_statistics(logits.double(), batch, 0.7)
+    found, rounded = compute(True), compute(False)
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
+    assert (rounded.logprobs - found.logprobs).abs().max() > 1e-3
+    (mine,) = torch.autograd.grad(found.logprobs.sum(), head)
+    (other,) = torch.autograd.grad(expected.sum(), head)
+    assert mine.dtype == head.dtype
+    tolerance = 1e-5 if mixed else 1e-2
+    torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:
@@ -337,7 +373,7 @@ class RefusingWrapper(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self) -> Any:
+    def forward(self, *_: Any) -> Any:
         raise RuntimeError("refused before the policy ran")
 
 

@@ -8,24 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from colocate_rl.training.losses import (
-    AGGREGATIONS,
-    LossInputs,
-    LossOutput,
-    LossSettings,
-    clipped_surrogate,
-    grpo_loss,
-    kl_k3,
-    log_ratio,
-    sampling_correction,
-)
+from colocate_rl.training.aggregation import AGGREGATIONS
+from colocate_rl.training.losses import LossInputs, LossOutput, LossSettings, grpo_loss
+from colocate_rl.training.ratios import kl_k3, log_ratio, off_policy_mask, sampling_correction
+from colocate_rl.training.surrogates import Gamma, clipped_surrogate
 from tests.unit import reference
 
 pytestmark = pytest.mark.unit
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence")
 MODES = (None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CASES = [
+    (loss_type, level, mode)
+    for loss_type, level, mode in itertools.product(LOSS_TYPES, LEVELS, MODES)
+    if not (loss_type == "vespo" and mode is not None and mode.startswith("sequence"))  # refused by the configuration
+]
 BOUNDS = ((3.0, None), (1.25, 0.8), (None, 0.9))
 KL = ((0.0, True), (0.1, True), (0.1, False))
 DELTAS = (None, 1.5)
@@ -50,6 +48,7 @@ def make_problem(seed: int = 0, rows: int = 5, width: int = 7) -> reference.Prob
         ref=(old + random.normal(0.0, 0.4, old.shape)) * mask,
         mask=mask,
         advantages=advantages,
+        entropy=random.exponential(1.0, old.shape) * mask,
     )
 
 
@@ -94,6 +93,11 @@ def settings_of(rules: reference.Rules) -> LossSettings:
         correction_mode=rules.correction_mode or "sequence_mask",
         correction_clip_max=rules.clip_max,
         correction_clip_min=rules.clip_min,
+        off_policy_threshold=rules.off_policy_threshold,
+        sapo_temperature_pos=rules.sapo[0],
+        sapo_temperature_neg=rules.sapo[1],
+        vespo_positive=Gamma(rules.vespo_k[0], rules.vespo_lambda[0]),
+        vespo_negative=Gamma(rules.vespo_k[1], rules.vespo_lambda[1]),
     )
 
 
@@ -102,7 +106,7 @@ def make_rules(loss_type: str, level: str, **changes: object) -> reference.Rules
         "loss_type": loss_type,
         "level": level,
         "epsilon": 0.2,
-        "epsilon_high": 0.28,
+        "epsilon_high": 1.2 if loss_type == "cispo" else 0.28,  # there it is the cap itself
         "max_completion_length": MAX_LENGTH,
         "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH,
     }
@@ -116,9 +120,7 @@ def computed(inputs: LossInputs, rules: reference.Rules) -> LossOutput:
 # Values
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "level", "mode"), CASES)
 def test_loss_equals_the_reference(loss_type: str, level: str, mode: str | None) -> None:
     for seed, (beta, bias), delta, (high, low) in itertools.product((0, 1), KL, DELTAS, BOUNDS):
         rules = make_rules(
@@ -168,9 +170,7 @@ def test_the_problem_reaches_every_branch() -> None:
     assert any(over), "delta only shows where a large ratio meets a negative advantage"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "level", "mode"), CASES)
 def test_gradient_equals_finite_differences(loss_type: str, level: str, mode: str | None) -> None:
     problem = make_problem(seed=3, rows=4, width=6)
     for (beta, bias), delta in itertools.product(KL, DELTAS):
@@ -186,7 +186,7 @@ def test_gradient_equals_finite_differences(loss_type: str, level: str, mode: st
         )
 
         def loss_at(policy: reference.Array, rules: reference.Rules = rules) -> float:
-            return reference.loss(dataclasses.replace(problem, policy=policy), rules)
+            return reference.loss(dataclasses.replace(problem, policy=policy), rules, fixed=problem)
 
         inputs = make_inputs(problem)
         computed(inputs, rules).loss.backward()
@@ -309,7 +309,7 @@ def test_on_policy_ratio_is_exactly_one_and_the_gradient_is_reinforce(loss_type:
     problem = make_problem(seed=5)
     inputs = make_inputs(problem, torch.float32)
     inputs = dataclasses.replace(inputs, old_logprobs=inputs.policy_logprobs.detach())
-    rules = make_rules(loss_type, level)
+    rules = make_rules(loss_type, level)  # no cap, gate or weight is anything but 1 where the ratio is
     output = computed(inputs, rules)
     assert bool((output.ratio == 1.0).all())
     (found,) = torch.autograd.grad(output.loss, inputs.policy_logprobs)
@@ -322,7 +322,8 @@ def test_on_policy_ratio_is_exactly_one_and_the_gradient_is_reinforce(loss_type:
         "bnpo": objective.sum() / mask.sum(),
         "dr_grpo": objective.sum() / (mask.shape[0] * MAX_LENGTH),
         "dapo": objective.sum() / TOKENS_PER_MICRO_BATCH,
-    }[loss_type]
+        "luspo": objective.sum(1).mean(),
+    }[{"cispo": "dapo", "vespo": "dapo", "sapo": "grpo"}.get(loss_type, loss_type)]
     (expected,) = torch.autograd.grad(averaged, logprobs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-8)
 
@@ -344,9 +345,7 @@ def edge_masks() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", list(edge_masks()))
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "level", "mode"), CASES)
 def test_edges_give_finite_losses_and_gradients(loss_type: str, level: str, mode: str | None, case: str) -> None:
     mask = edge_masks()[case]
     torch.manual_seed(0)
@@ -391,7 +390,7 @@ def test_a_masked_row_still_counts_in_the_mean_over_sequences_but_not_over_token
 def test_values_outside_the_mask_never_matter() -> None:
     problem = make_problem(seed=7)
     noise = np.random.default_rng(1).normal(size=problem.mask.shape) * (1 - problem.mask)
-    for loss_type, level, mode in itertools.product(LOSS_TYPES, LEVELS, MODES):
+    for loss_type, level, mode in CASES:
         rules = make_rules(loss_type, level, correction_mode=mode, beta=0.1)
         clean = computed(make_inputs(problem), rules).loss.item()
         changed = dataclasses.replace(
@@ -436,3 +435,86 @@ def test_dapo_parts_add_up_to_the_mean_over_all_tokens() -> None:
         for row, token in np.argwhere(part.mask).tolist()
     ]
     assert sum(losses) / 4 == pytest.approx(sum(every) / tokens)
+
+
+# The other losses, by hand
+
+
+def one_token(ratio: float, advantage: float, **changes: object) -> tuple[float, float]:
+    """Loss and its gradient by log p for one token with log p = -1, whose averages all are its own loss."""
+    logprob = torch.tensor([[0.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[0.0, -1.0 - math.log(ratio)]], dtype=torch.float64)
+    inputs = LossInputs(
+        policy_logprobs=logprob,
+        old_logprobs=old,
+        sampling_logprobs=old,
+        ref_logprobs=None,
+        mask=torch.tensor([[False, True]]),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+    )
+    settings = LossSettings(**{"correction": False, "max_completion_length": 1, **changes})  # type: ignore[arg-type]
+    loss = grpo_loss(inputs, settings, 1.0).loss
+    (gradient,) = torch.autograd.grad(loss, logprob)
+    assert gradient[0, 0] == 0
+    return loss.item(), gradient[0, 1].item()
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.5, 0.5), (4.0, 4.0), (9.0, 5.0)])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_cispo_caps_the_weight_and_keeps_the_gradient(ratio: float, weight: float, advantage: float) -> None:
+    loss, gradient = one_token(ratio, advantage, loss_type="cispo", epsilon_high=5.0)
+    assert loss == pytest.approx(-weight * advantage * -1.0)
+    assert gradient == pytest.approx(-weight * advantage)
+
+
+def test_sapo_gates_by_the_sign_of_the_advantage() -> None:
+    """At ratio 2 the gate is sigma(tau) 4 / tau; its slope by log p is c 4 sigma (1 - sigma)."""
+    for advantage, tau in ((3.0, 1.0), (-3.0, 1.05)):
+        gate = 1 / (1 + math.exp(-tau))
+        loss, gradient = one_token(2.0, advantage, loss_type="sapo")
+        assert loss == pytest.approx(-advantage * gate * 4 / tau)
+        assert gradient == pytest.approx(-advantage * 2 * 4 * gate * (1 - gate))
+
+
+def test_vespo_weighs_by_the_sign_of_the_advantage() -> None:
+    """At w = 2: 2^k e^-lambda."""
+    for advantage, k, rate in ((1.5, 2.0, 3.0), (0.0, 2.0, 3.0), (-1.5, 3.0, 2.0)):
+        weight = 2**k * math.exp(-rate)
+        loss, gradient = one_token(2.0, advantage, loss_type="vespo")
+        assert loss == pytest.approx(weight * advantage)
+        assert gradient == pytest.approx(-weight * advantage)
+
+
+@pytest.mark.parametrize("ratio", [1e-12, 1e12])
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_far_ratios_stay_finite(ratio: float, loss_type: str) -> None:
+    loss, gradient = one_token(ratio, -1.0, loss_type=loss_type)
+    assert math.isfinite(loss)
+    assert math.isfinite(gradient)
+
+
+def test_luspo_weighs_a_sequence_by_its_length() -> None:
+    """Ratios 2 over two tokens and 3 over one, no clipping: the sum over tokens, then the mean over sequences."""
+    old = -torch.log(torch.tensor([[1.0, 2.0, 2.0], [1.0, 3.0, 1.0]]))
+    inputs = LossInputs(
+        policy_logprobs=torch.zeros(2, 3),
+        old_logprobs=old,
+        sampling_logprobs=old,
+        ref_logprobs=None,
+        mask=torch.tensor([[False, True, True], [False, True, False]]),
+        advantages=torch.tensor([1.0, 1.0]),
+    )
+    settings = LossSettings(loss_type="luspo", importance_sampling_level="sequence", epsilon_high=9.0, correction=False)
+    assert grpo_loss(inputs, settings, 1.0).loss.item() == pytest.approx(-(2 * 2 + 3) / 2)
+
+
+def test_the_off_policy_mask_by_hand() -> None:
+    """Means of log(engine / policy): 0.5 and -3, an unknown token counting as no difference."""
+    policy = torch.zeros(4, 3)
+    sampling = torch.tensor([[9.0, 0.0, 1.0], [9.0, 0.0, 1.0], [9.0, -3.0, math.nan], [9.0, 2.0, math.nan]])
+    mask = torch.tensor([[False, True, True]] * 4)
+    kept = off_policy_mask(policy, sampling, mask, torch.tensor([-1.0, 0.0, -1.0, -1.0]), 0.5)
+    assert kept.tolist() == [[True], [True], [True], [False]]
+    assert off_policy_mask(policy, sampling, mask, -torch.ones(4), 0.49).tolist() == [[False], [False], [True], [False]]
+    nothing = torch.zeros_like(mask)
+    assert off_policy_mask(policy, sampling, nothing, -torch.ones(4), 0.1).all()

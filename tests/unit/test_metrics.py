@@ -9,6 +9,7 @@ import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer, PhaseClock
+from colocate_rl.runlog import with_training
 
 pytestmark = pytest.mark.unit
 
@@ -191,7 +192,7 @@ def test_the_clock_charges_phases_and_waits_for_the_device(monkeypatch: pytest.M
         waits.append(now[0])
         now[0] += 0.5  # pending work of the device
 
-    monkeypatch.setattr("colocate_rl.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("colocate_rl.metrics.time.monotonic", lambda: now[0])
     clock = PhaseClock(wait)
     now[0] += 1
     with clock.phase("generate"):  # waits before and after
@@ -201,17 +202,35 @@ def test_the_clock_charges_phases_and_waits_for_the_device(monkeypatch: pytest.M
     with contextlib.suppress(ValueError), clock.phase("score"):  # an error is charged too
         now[0] += 4
         raise ValueError
-    total, phases = clock.lap()
-    assert phases == {"generate": 6.0, "score": 4.5}
-    assert total == 1 + 2 + 3 + 4 + 7 * 0.5
+    lap = clock.lap()
+    assert lap.phases == {"generate": 6.0, "score": 4.5}
+    assert lap.total == 1 + 2 + 3 + 4 + 7 * 0.5
+    assert lap.spans == [("generate", 101.5, 104), ("generate", 104.5, 108), ("score", 108.5, 113)]
+    assert (lap.start, lap.end) == (100, 113.5)
+    assert with_training(lap) == [
+        ("train", 100, 101.5), lap.spans[0], ("train", 104, 104.5), lap.spans[1], ("train", 108, 108.5), lap.spans[2],
+        ("train", 113, 113.5),
+    ]  # fmt: skip
     assert len(waits) == 7
 
     now[0] += 10
-    total, phases = clock.lap()
-    assert phases == {}
-    assert total == 10.5
+    assert clock.lap() == (10.5, {}, [], 113.5, 124)
     with clock.phase("sync"):
         now[0] += 1
     clock.restart()
     now[0] += 1
-    assert clock.lap() == (1.5, {})
+    assert clock.lap().phases == {}
+
+
+def test_many_looks_are_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("colocate_rl.metrics.time.monotonic", lambda: now[0])
+    clock = PhaseClock(lambda: None)
+    for name in ("generate", "generate", "score", "generate"):
+        with clock.phase(name):
+            now[0] += 0.01
+        now[0] += 0.001
+    spans = clock.lap().spans
+    assert [(span.phase, pytest.approx(span.start), pytest.approx(span.end)) for span in spans] == [
+        ("generate", 0, 0.021), ("score", 0.022, 0.032), ("generate", 0.033, 0.043),
+    ]  # fmt: skip

@@ -27,14 +27,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from colocate_rl import GRPOConfig, settings
+from colocate_rl import GRPOConfig, speedups
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention, packing, selfcheck
+from colocate_rl.training.aggregation import AGGREGATIONS
 from colocate_rl.training.logprobs import TokenStatistics, completion_statistics
-from colocate_rl.training.losses import AGGREGATIONS, LossSettings
+from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
 from tests.tiny import tiny_config, tiny_model
 
@@ -116,12 +117,14 @@ def gradients(model: nn.Module, found: TokenStatistics) -> dict[str, torch.Tenso
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def assert_same_gradients(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same_gradients(
+    mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-4
+) -> None:
     assert mine.keys() == other.keys()
     for name, gradient in other.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(
-            mine[name], gradient, rtol=1e-5, atol=1e-5 * max(scale, 1e-6), msg=lambda m, n=name: f"{n}: {m}"
+            mine[name], gradient, rtol=tolerance, atol=tolerance * max(scale, 1e-6), msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -151,6 +154,71 @@ def test_equal_to_padded_rows(tied: bool, kv_heads: int, rows: str) -> None:
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=8)], ids=["llama", "qwen3"])
 def test_equal_to_padded_rows_in_other_models(config: PretrainedConfig) -> None:
     check_against_padded(make_model(config), make_batch(*RAGGED))
+
+
+SHARED = {
+    "groups": ((0, 5, 3), (0, 5, 9), (1, 7, 2), (0, 5, 1), (1, 7, 6)),
+    "one prompt": ((0, 12, 1), (0, 12, 4), (0, 12, 2)),
+    "an owner without completion": ((0, 6, 0), (0, 6, 3), (1, 2, 5)),
+    "borrowers without completion": ((0, 6, 2), (0, 6, 0), (1, 2, 5), (0, 6, 0)),
+    "a prompt that starts another": ((0, 6, 2), (2, 3, 4), (0, 6, 3), (2, 3, 1)),
+}
+"""(prompt, its length, completion length) of each row."""
+
+
+def shared_batch(*rows: tuple[int, int, int]) -> RolloutBatch:
+    batch = make_batch(*((length, tokens) for _, length, tokens in rows))
+    for row, (prompt, length, _) in enumerate(rows):
+        generator = torch.Generator().manual_seed(prompt if prompt != 2 else 0)
+        batch.input_ids[row, :length] = torch.randint(VOCAB, (length,), generator=generator)
+    return batch
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("rows", SHARED)
+def test_shared_prompts_are_computed_once_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, rows: str, kernel: bool
+) -> None:
+    if kernel:
+        monkeypatch.setattr(attention, "varlen_attn", kernel_on_cpu)
+        monkeypatch.setattr(attention, "_kernel_takes", lambda *_: True)
+    batch = shared_batch(*SHARED[rows])
+    packed = packing.PackedRows.of(batch)
+    prompts = {prompt: length for prompt, length, _ in SHARED[rows]}
+    assert packed.input_ids.shape[1] == sum(prompts.values()) + int(batch.completion_mask.sum())
+    assert packed.keys is not None
+    check_against_padded(make_model(), batch)
+
+
+def test_tokens_between_completion_tokens_stay_with_their_row() -> None:
+    """A tool's answer is not sampled, but it is no part of the prompt either."""
+    batch = shared_batch((0, 5, 6), (0, 5, 8))
+    batch.completion_mask[:, 7:9] = False
+    batch.loss_mask[:, 7:9] = False
+    assert packing.PackedRows.of(batch).input_ids.shape[1] == 5 + 6 + 8
+    check_against_padded(make_model(), batch)
+
+
+def test_a_short_prompt_is_not_worth_gathering_keys() -> None:
+    assert packing.PackedRows.of(shared_batch((0, 1, 40), (0, 1, 50))).keys is None
+
+
+def test_shared_prompts_under_gradient_checkpointing() -> None:
+    model, batch = make_model(), shared_batch(*SHARED["groups"])
+    model.train()
+    expected = gradients(model, statistics(model, batch, packed=False))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_gradients(gradients(model, statistics(model, batch, packed=True)), expected)
+
+
+def test_equal_to_padded_rows_where_tools_wrote_in_between() -> None:
+    batch = make_batch(*RAGGED)
+    spoken = batch.completion_mask & (torch.arange(batch.input_ids.shape[1]) % 5 < 3)
+    assert bool((spoken != batch.completion_mask).any())
+    holes = replace(batch, completion_mask=spoken, loss_mask=spoken)
+    check_against_padded(make_model(), holes)
+    found = statistics(make_model(), holes, packed=True).logprobs
+    assert torch.equal(found != 0, spoken)
 
 
 def test_no_completion_at_all() -> None:
@@ -203,13 +271,18 @@ def kernel_on_cpu(
     window_size: tuple[int, int] = (-1, -1),
     **_: bool,
 ) -> torch.Tensor:
-    """What torch's varlen_attn promises, tokens first, by a mask of N x N."""
-    assert max_q == max_k == int(cu_seq_q.diff().max())
+    """What torch's varlen_attn promises, tokens first, by a mask of N x M: queries are the last tokens of their row."""
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    row = torch.bucketize(torch.arange(query.shape[0]), cu_seq_q, right=True)
-    allowed = row[:, None] == row[None, :]
-    if window_size[1] == 0:
-        allowed = allowed.tril()
+    row, key_row = (
+        torch.bucketize(torch.arange(states.shape[0]), starts, right=True) - 1
+        for states, starts in ((query, cu_seq_q), (key, cu_seq_k))
+    )
+    allowed = row[:, None] == key_row[None, :]
+    if window_size[1] == 0:  # counted from the end of the row
+        to_end = cu_seq_q[row + 1] - torch.arange(query.shape[0])
+        key_to_end = cu_seq_k[key_row + 1] - torch.arange(key.shape[0])
+        allowed &= key_to_end[None, :] >= to_end[:, None]
     first = [states.transpose(0, 1)[None] for states in (query, key, value)]
     output = nn.functional.scaled_dot_product_attention(*first, attn_mask=allowed, scale=scale, enable_gqa=True)
     return output[0].transpose(0, 1)
@@ -289,10 +362,11 @@ def test_packed_rows() -> None:
     expected = [*batch.input_ids[0, :4].tolist(), batch.input_ids[1, 0].item(), *batch.input_ids[2, :3].tolist()]
     assert rows.input_ids.tolist() == [expected]
     assert rows.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2]]
-    assert rows.cumulated.tolist() == [0, 4, 5, 8]
-    assert rows.cumulated.dtype == torch.int32
+    assert rows.starts.tolist() == [0, 4, 5, 8]
+    assert rows.starts.dtype == torch.int32
     assert rows.longest == 4
-    assert rows.predicts.int().tolist() == [0, 1, 1, 0, 0, 0, 1, 0]
+    assert rows.predictors.tolist() == [1, 2, 6]
+    assert rows.keys is None
 
 
 @given(
@@ -312,6 +386,26 @@ def test_groups_hold_every_row_once_and_no_more_than_allowed(lengths: list[int],
         # No two groups could be one: the first-fit rule wastes less than half of the room.
         totals = sorted(sum(lengths[row] for row in group) for group in groups)
         assert len(totals) < 2 or totals[0] + totals[1] > limit
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=40),
+    st.lists(st.integers(1, 20), min_size=5, max_size=5),
+    st.integers(1, 120),
+)
+def test_groups_count_a_shared_prompt_once(rows: list[tuple[int, int]], prompts: list[int], limit: int) -> None:
+    lengths = [prompts[key] + tokens for key, tokens in rows]
+    groups = packing.fill(lengths, limit, padded=False, prompts=[(key, prompts[key]) for key, _ in rows])
+    assert sorted(row for group in groups for row in group) == list(range(len(rows)))
+    for group in groups:
+        tokens = sum(rows[row][1] for row in group) + sum(prompts[key] for key in {rows[row][0] for row in group})
+        assert tokens <= limit or len(group) == 1
+
+
+def test_rows_of_a_prompt_are_kept_together() -> None:
+    prompts = [(row % 4, 10) for row in range(16)]
+    groups = packing.fill([12] * 16, 18, padded=False, prompts=prompts)
+    assert [{row % 4 for row in group} for group in groups] == [{0}, {1}, {2}, {3}]
 
 
 # Micro-batches of a slice
@@ -345,7 +439,8 @@ class Early:
 def test_micro_batches_add_up_to_their_slice(loss_type: str, level: str, packed: bool) -> None:
     """Loss, log-probabilities and every gradient, for each loss; also with rows left out of the loss."""
     model, batch = make_model(), make_batch(*RAGGED, (4, 12), (9, 3))
-    old = statistics(make_model(seed=1), batch, packed=False).logprobs.detach()
+    live = statistics(model, batch, packed=False).logprobs.detach()
+    old = live + 0.3 * torch.randn(live.shape, generator=torch.Generator().manual_seed(2)) * batch.completion_mask
     batch = batch.with_logprobs(old_logprobs=old, ref_logprobs=old + 0.1)
     whole = objective(loss_type)
     whole = replace(whole, settings=replace(whole.settings, importance_sampling_level=level, beta=0.1))
@@ -361,7 +456,7 @@ def test_micro_batches_add_up_to_their_slice(loss_type: str, level: str, packed:
     assert found.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     torch.testing.assert_close(same, logprobs, rtol=1e-5, atol=1e-5)
     actual = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-    assert_same_gradients(actual, expected)
+    assert_same_gradients(actual, expected, tolerance=3e-4)
 
 
 def test_log_probabilities_and_evaluation_in_micro_batches() -> None:
@@ -439,8 +534,9 @@ class Rotten:
     def __init__(self) -> None:
         self.honest = attention.by_rows
 
-    def __call__(self, query: Any, key: Any, value: Any, cumulated: torch.Tensor, scaling: float | None) -> Any:
-        return self.honest(query, key, value, cumulated[[0, -1]], scaling)
+    def __call__(self, query: Any, key: Any, value: Any, rows: attention.Rows, scaling: float | None) -> Any:
+        whole = replace(rows, starts=rows.starts[[0, -1]], key_starts=rows.key_starts[[0, -1]])
+        return self.honest(query, key, value, whole, scaling)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -452,16 +548,16 @@ def test_the_check_sees_rows_that_see_each_other(
     model = tiny_model(scale=scale).to(dtype)
     attention.install(model)
     exact = dtype == torch.float32
-    assert selfcheck.compare(model, objective()).shortfall(exact=exact) is None
+    assert compare(model).shortfall(exact=exact) is None
     monkeypatch.setattr(attention, "by_rows", Rotten())
-    assert "log-probabilities" in (selfcheck.compare(model, objective()).shortfall(exact=exact) or "")
+    assert "log-probabilities" in (compare(model).shortfall(exact=exact) or "")
 
 
 def test_the_check_leaves_the_model_as_it_was() -> None:
     model = make_model()
     model.train()
     before = torch.get_rng_state()
-    found = selfcheck.compare(model, objective(max_tokens=3))
+    found = selfcheck.compare(model, objective(max_tokens=3), objective(max_tokens=3, packed=True))
     assert found.logprob_gap < 1e-5
     assert found.gradient_cosine > 0.99999
     assert model.training
@@ -477,12 +573,16 @@ def test_a_wrong_gradient_is_a_shortfall() -> None:
 def test_a_frozen_reference_is_checked_by_its_log_probabilities() -> None:
     model = make_model()
     model.requires_grad_(False)
-    assert selfcheck.compare(model, objective()).gradient_cosine == 1.0
+    assert compare(model).gradient_cosine == 1.0
+
+
+def compare(model: PreTrainedModel) -> selfcheck.Agreement:
+    return selfcheck.compare(model, objective(), objective(packed=True))
 
 
 def decide(folder: Path, model: PreTrainedModel, **changes: Any) -> Objective:
     args = GRPOConfig(str(folder), use_cpu=True, **changes)
-    return settings.decide_packing(args, [model, tiny_model()], objective(), Collectives(args.device))
+    return speedups.decide_packing(args, [model, tiny_model()], objective(), Collectives(args.device))
 
 
 def test_the_choice_on_a_cpu(tmp_path: Path) -> None:

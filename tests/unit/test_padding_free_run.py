@@ -1,6 +1,7 @@
 """Whole optimizer steps of the trainer on a scripted engine: with and without padding, in one pass or in several."""
 
 import random
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,26 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+OBJECTIVES: list[dict[str, Any]] = [
+    {"loss_type": "dapo"},
+    {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.05},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "learning_rate": 0.05},
+    {"loss_type": "sapo", "off_policy_mask_threshold": 0.1, "multi_objective_aggregation": "normalize_then_sum"},
+    {"loss_type": "vespo", "sync_ref_model": True, "ref_model_sync_steps": 1},
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-def test_training_is_the_same_without_padding_and_in_several_passes(run: Any, loss_type: str) -> None:
-    trainer, expected, lines = run(loss_type=loss_type)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective["loss_type"])
+def test_training_is_the_same_without_padding_and_in_several_passes(run: Any, objective: dict[str, Any]) -> None:
+    """Two passes over each batch, of two accumulation steps each, with a reference."""
+    trainer, expected, lines = run(**objective)
     assert not trainer._objective.packed
     start = dict(tiny_model(tied=False).named_parameters())
     moved = max(float((expected[name] - weight.detach()).abs().max()) for name, weight in start.items())
     assert moved > 1e-3
     for changes in ({"padding_free": True}, {"padding_free": True, "max_tokens_per_micro_batch": 48}):
-        other, weights, log = run(loss_type=loss_type, **changes)
+        other, weights, log = run(**objective, **changes)
         assert other._objective.packed
         for model in (other.model, other.ref_model):
             assert model.config._attn_implementation == attention.NAME
@@ -101,6 +112,21 @@ def test_training_is_the_same_without_padding_and_in_several_passes(run: Any, lo
         for line, same in zip(lines, log, strict=True):
             for name in ("loss", "grad_norm", "entropy", "kl", "sampling/sampling_logp_difference/mean"):
                 assert same[name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.timeout(400)
+def test_training_is_the_same_with_compiled_layers(run: Any) -> None:
+    _, expected, lines = run(max_steps=1)
+    other, weights, log = run(
+        max_steps=1, padding_free=True, max_tokens_per_micro_batch=48, compile_layers=True, gradient_checkpointing=True
+    )
+    assert other._objective.compiled
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: n + m)
+    for name in ("loss", "grad_norm", "entropy", "kl"):
+        assert log[0][name] == pytest.approx(lines[0][name], rel=1e-3, abs=1e-6), name
+    torch._dynamo.reset()
 
 
 def test_gradient_checkpointing_and_evaluation(run: Any) -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.placement import Placement, Shard, launch_line, split_evenly
-from colocate_rl.rollout.generate import assign
 
 pytestmark = pytest.mark.unit
 
@@ -253,50 +252,3 @@ def test_split_evenly(parts: int) -> None:
         assert [item for part in ranges for item in part] == list(range(total))
         assert sizes.count(0) == max(0, parts - total), "idle only where there is less than one each"
         assert sizes == sorted(sizes, reverse=True)
-
-
-def answered(copies: list[int], engines: int) -> list[list[tuple[int, int]]]:
-    """(group, copy) pairs by engine, as :func:`assign` hands them out."""
-    slices = []
-    for parts in assign(copies, engines):
-        assert all(part.num_copies >= 1 for part in parts), "an engine is never asked for nothing"
-        slices.append([(part.group, part.first_copy + offset) for part in parts for offset in range(part.num_copies)])
-    return slices
-
-
-@given(copies=st.lists(st.integers(1, 9), max_size=20), engines=st.integers(1, 9))
-def test_assign_answers_every_copy_once_and_keeps_engines_busy(copies: list[int], engines: int) -> None:
-    slices = answered(copies, engines)
-    assert len(slices) == engines
-    wanted = [(group, copy) for group, count in enumerate(copies) for copy in range(count)]
-    assert [pair for piece in slices for pair in piece] == wanted, "each copy once, in order"
-    idle = sum(not piece for piece in slices)
-    assert idle == max(0, engines - len(wanted)), "an engine idles only when no copy is left for it"
-    by_group = [len({group for group, _ in piece}) for piece in slices]
-    if len(copies) >= engines:
-        assert sum(by_group) == len(copies), "whole groups stay on one engine"
-        assert max(by_group) - min(by_group) <= 1
-    else:
-        sizes = [len(piece) for piece in slices]
-        assert max(sizes) - min(sizes) <= 1
-
-
-def test_assign_exhaustively_for_equal_groups() -> None:
-    """All n in 0..40 prompts of 4 copies over K in 1..8 engines."""
-    for prompts, engines in itertools.product(range(41), range(1, 9)):
-        slices = answered([4] * prompts, engines)
-        sizes = [len(piece) for piece in slices]
-        assert sum(sizes) == 4 * prompts
-        assert max(sizes) - min(sizes) <= (4 if prompts >= engines else 1)
-        assert prompts == 0 or min(sizes) > 0 or 4 * prompts < engines
-
-
-def test_assign_by_hand() -> None:
-    assert answered([2, 2, 2, 2, 2], 4) == [
-        [(0, 0), (0, 1), (1, 0), (1, 1)],
-        [(2, 0), (2, 1)],
-        [(3, 0), (3, 1)],
-        [(4, 0), (4, 1)],
-    ]
-    assert answered([3], 2) == [[(0, 0), (0, 1)], [(0, 2)]]
-    assert answered([], 2) == [[], []]

@@ -47,6 +47,17 @@ def test_rows_by_hand() -> None:
     assert batch.num_rows == 3
 
 
+def test_what_tools_wrote_is_in_the_row_but_in_no_mask() -> None:
+    dialogue = Completion([11, 12, 13, 14], [-0.5, 0.0, 0.0, -1.5], "stop", sampled=[True, False, False, True])
+    batch = small_batch(completions=[dialogue, completion(), completion(13)])
+    assert batch.input_ids[0].tolist() == [5, 11, 12, 13, 14]
+    assert batch.attention_mask[0].all()
+    f, t = False, True
+    assert batch.completion_mask.tolist() == [[f, t, f, f, t], [f] * 5, [f, f, t, f, f]]
+    assert batch.loss_mask.tolist() == [[f, t, f, f, t], [f] * 5, [f] * 5]
+    assert (dialogue.num_sampled, completion(7, 8, 9).num_sampled) == (2, 3)
+
+
 def test_padding_stands_on_the_right() -> None:
     batch = small_batch(prompts=[[5], [6, 7, 8, 20], [9]])
     assert batch.input_ids.tolist() == [[5, 11, 12, PAD], [6, 7, 8, 20], [9, 13, PAD, PAD]]

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from colocate_rl import rewards
 from colocate_rl.errors import ConfigError, RewardError
-from colocate_rl.rollout.rewards import RewardFunction, Rewards, resolve_reward, reward_name
+from colocate_rl.rollout.rewards import Rewards
+from colocate_rl.scoring.contract import RewardFunction, RewardOptions, reward_name
+from colocate_rl.scoring.names import resolve_reward
 
 pytestmark = pytest.mark.unit
 
@@ -36,9 +39,10 @@ def score(
     *,
     rows: int = 3,
     columns: Mapping[str, list[Any]] | None = None,
+    options: RewardOptions | None = None,
     **helpers: Any,
 ) -> torch.Tensor:
-    return Rewards(functions).score(
+    return Rewards(functions, options=options).score(
         [f"prompt {row}" for row in range(rows)],
         ["x" * row for row in range(rows)],
         [[row] for row in range(rows)],
@@ -118,12 +122,43 @@ def test_without_completions_no_function_is_called() -> None:
     assert score([never, length], rows=0).shape == (0, 2)
 
 
-def test_an_error_inside_a_function_is_its_own() -> None:
+def test_an_error_inside_a_function_is_its_own_and_names_the_function() -> None:
     def failing(**kwargs: Any) -> list[float]:
         raise KeyError("answer")
 
-    with pytest.raises(KeyError, match="answer"):
+    with pytest.raises(KeyError, match="answer") as caught:
         score([failing])
+    assert caught.value.__notes__ == ["It was raised by the reward function 'failing'."]
+
+
+def test_an_error_that_shall_cost_rewards_only(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(**kwargs: Any) -> list[float]:
+        raise KeyError("answer")
+
+    figures: list[tuple[str, float]] = []
+    table = score(
+        [failing, length], options=RewardOptions(on_error="none"), log_metric=lambda *pair: figures.append(pair)
+    )
+    assert table.isnan().tolist() == [[True, False]] * 3
+    assert figures == [("reward_errors/failing", 1.0), ("reward_errors/length", 0.0)]
+    assert caplog.text.count("WARNING") == 1
+    assert "'failing' gave no reward for 3 of 3 completions" in caplog.text
+    assert "KeyError: 'answer'" in caplog.text
+    with pytest.raises(RewardError, match="returned 1 value"):  # a breach of the contract is no accident
+        score([returning([1.0])], options=RewardOptions(on_error="none"))
+
+
+def test_completions_that_no_function_scored_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    score([returning([1.0, None, 2.0]), returning([None, 1.0, None])], columns={"answer": ["a", "b", "c"]})
+    assert not caplog.records
+    score([returning([1.0, None, None]), returning([None, 1.0, None])], columns={"answer": ["a", "b", "c"]})
+    assert "returned None for 1 of 3 completions" in caplog.text
+    assert "'prompt 2', completion 'xx', {'answer': 'c'}" in caplog.text
+
+
+def test_a_limit_needs_something_that_can_be_ended() -> None:
+    with pytest.raises(ConfigError, match=r"reward_timeout_s=2 .*'length'.* reward_num_workers"):
+        Rewards([length], options=RewardOptions(timeout_s=2.0))
 
 
 # Breaches of the contract (G1)
@@ -228,8 +263,10 @@ def test_the_caller_s_list_is_left_alone() -> None:
 def test_no_reward_and_no_callable() -> None:
     with pytest.raises(ConfigError, match="No reward source provided"):
         Rewards([])
-    with pytest.raises(ConfigError, match=r"'length' of type str; reward models"):
-        Rewards(["length"])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"holds 7 of type int"):
+        Rewards([length, 7])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"of type Linear; it takes functions, reward models of transformers"):
+        Rewards([torch.nn.Linear(1, 1)])
 
 
 # From a name on the command line
@@ -257,10 +294,42 @@ def test_a_reward_from_the_working_directory(reward_module: str) -> None:
     assert reward_name(resolve_reward(f"{reward_module}:Nested.inner")) == "inner"
 
 
-@pytest.mark.parametrize("path", ["rewards.correct", "rewards:", ":correct", "", "correct"])
+@pytest.mark.parametrize("path", ["rewards:", ":correct", "", "correct", "(x=1)"])
 def test_a_name_of_another_form(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"not of the form package\.module:function"):
+    with pytest.raises(ConfigError, match=r"not of the form package\.module:function.*accuracy_reward"):
         resolve_reward(path)
+
+
+def test_dotted_names_as_in_trl(reward_module: str) -> None:
+    assert list(resolve_reward(f"{reward_module}.correct")(completions=["a"])) == [1.0]
+    with pytest.raises(ConfigError, match="has no function 'correkt'"):
+        resolve_reward(f"{reward_module}.correkt")
+
+
+@pytest.mark.parametrize("prefix", ["", "colocate_rl.rewards.", "trl.rewards."])
+def test_ready_rewards_by_name(prefix: str) -> None:
+    assert resolve_reward(f"{prefix}think_format_reward") is rewards.think_format_reward
+    made = resolve_reward(f"{prefix}get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)")
+    assert made == rewards.get_soft_overlong_punishment(100, 20)
+    assert reward_name(made) == "soft_overlong_punishment_reward"
+
+
+def test_a_maker_without_its_call_says_how_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"get_soft_overlong_punishment\(max_completion_len: int, soft_punish_cache"):
+        resolve_reward("get_soft_overlong_punishment")
+    with pytest.raises(ConfigError, match=r"missing a required argument: 'soft_punish_cache'"):
+        resolve_reward("get_soft_overlong_punishment(max_completion_len=3)")
+    with pytest.raises(ConfigError, match=r"soft_punish_cache=9 .* max_completion_len=3"):
+        resolve_reward("get_soft_overlong_punishment(max_completion_len=3, soft_punish_cache=9)")
+    with pytest.raises(ConfigError, match="made list, which cannot be called"):
+        resolve_reward("think_format_reward(completions=['x'])")
+
+
+@pytest.mark.parametrize("call", ["(3)", "(ngram_size=)", "(ngram_size=print(1))", "(**{'ngram_size': 3})", "(a=1"])
+def test_a_call_is_read_and_never_executed(call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="no call with named plain values"):
+        resolve_reward(f"get_repetition_penalty_reward{call}")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("name", ["correkt", "NUMBER", "Nested.outer"])

@@ -1,0 +1,1 @@
+"""How a rank asks its reward sources: functions here, coroutines, functions in worker processes, reward models."""
