@@ -150,6 +150,16 @@ def test_checkpoints_are_adapters_and_training_goes_on_from_them(make: Any, tmp_
     assert saved.peft_config["default"].r == 4
 
 
+def test_a_policy_that_generates_itself_does_so_with_its_adapter(make: Any) -> None:
+    policy = get_peft_model(tiny_model(), lora())
+    move(policy, 1)
+    trainer = make(policy, use_vllm=False, num_vllm_gpus=0)
+    trainer.train()
+    logs = [line for line in trainer.state.log_history if "kl" in line]
+    assert len(logs) == 2
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-3 for line in logs)
+
+
 def test_a_second_adapter_is_left_alone(make: Any) -> None:
     policy = get_peft_model(tiny_model(), lora())
     policy.add_adapter("other", lora(r=2))
