@@ -64,6 +64,15 @@ def test_an_adapter_is_trained_saved_and_resumed(launcher: Launcher, sync: str) 
         assert (tensor - trained[name]).abs().max() < 1e-4, name
 
 
+def test_engines_in_child_processes_follow_an_adapter_while_groups_are_streamed(launcher: Launcher) -> None:
+    done = launcher(2, **{**LORA, "save_strategy": "no"}, overlap="stream")
+    assert done.status == 0, done.text[-4000:]
+    steps = steps_of(launcher)
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert steps[-1]["kl"] > 1e-4
+    assert all(record["sampling/sampling_logp_difference/mean"] < 1e-3 for record in steps)
+
+
 def test_flags_of_an_adapter_without_one_are_refused_at_once(launcher: Launcher) -> None:
     done = launcher(1, **{"lora-r": 8})
     assert done.status != 0
