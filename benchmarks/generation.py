@@ -89,7 +89,7 @@ def build_engine(options: argparse.Namespace) -> Any:
 def ways(engine: Any, case: Case, prompt_tokens: int) -> dict[str, Callable[[], Any]]:
     """One call of each way; all prompts are new to the prefix cache each time."""
     from colocate_rl.engine.protocol import Request, SamplingSpec
-    from colocate_rl.engine.vllm_engine import _parameters
+    from colocate_rl.engine.vllm_api import sampling_parameters
 
     lean, vocabulary = engine._lean, engine._llm.model_config.get_vocab_size()
     if lean is None:
@@ -110,7 +110,7 @@ def ways(engine: Any, case: Case, prompt_tokens: int) -> dict[str, Callable[[], 
 
     def alone() -> Any:
         with engine._process.entered():
-            params = [_parameters(n=case.completions, max_tokens=case.tokens, ignore_eos=True) for _ in prompts]
+            params = [sampling_parameters(n=case.completions, max_tokens=case.tokens, ignore_eos=True) for _ in prompts]
             inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             return engine._llm.generate(inputs, params, use_tqdm=False)
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import lora_sync
 from benchmarks.processes import RunError, child_environment, run
 from benchmarks.work import SHAPES, shape_config, write_json
 
@@ -86,7 +87,7 @@ def measure(shape: str, dtypes: list[str], trainer: int, host: int) -> list[dict
     import torch
     from transformers import AutoModelForCausalLM
 
-    from colocate_rl.training.policy import named_weights
+    from colocate_rl.training.merging import policy_tensors
 
     config = shape_config(shape)
     torch.manual_seed(0)
@@ -97,7 +98,8 @@ def measure(shape: str, dtypes: list[str], trainer: int, host: int) -> list[dict
     rows = []
     for dtype in dtypes:
         policy.to(getattr(torch, dtype))
-        rows.append({"policy_dtype": dtype, **measure_sync(engine, named_weights(policy), (trainer, host))})
+        weights = [(tensor.name, tensor.base()) for tensor in policy_tensors(policy)]
+        rows.append({"policy_dtype": dtype, **measure_sync(engine, weights, (trainer, host))})
     engine.close()
     del policy
     torch.cuda.empty_cache()
@@ -189,6 +191,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--policy-dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     add("--trainer-device", type=int, default=0, help="GPU of the policy (default: 0)")
     add("--engine-device", type=int, default=1, help="GPU of the engine (default: 1)")
+    add("--lora-rank", type=int, metavar="R", help="measure a LoRA adapter of this rank instead (lora_sync.py)")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds a shape may take (default: 300)")
     add("--output", type=Path, default=Path("runs/weight_sync"), help="folder (default: runs/weight_sync)")
     add("--worker", type=Path, help=argparse.SUPPRESS)
@@ -201,7 +204,11 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     if options.worker is not None:
-        rows = measure(options.shapes[0], options.policy_dtypes, options.trainer_device, options.engine_device)
+        devices = (options.trainer_device, options.engine_device)
+        if options.lora_rank is not None:
+            rows = lora_sync.measure(options.shapes[0], options.lora_rank, *devices)
+        else:
+            rows = measure(options.shapes[0], options.policy_dtypes, *devices)
         write_json(options.worker, {"rows": rows})
         return 0
     if torch.cuda.device_count() <= max(options.trainer_device, options.engine_device):
@@ -220,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
         part = output / f"{shape}.json"
         words = ["--worker", str(part), "--shapes", shape, "--policy-dtypes", *options.policy_dtypes]
         words += ["--trainer-device", str(options.trainer_device), "--engine-device", str(options.engine_device)]
+        words += [] if options.lora_rank is None else ["--lora-rank", str(options.lora_rank)]
         command = [sys.executable, "-m", "benchmarks.weight_sync", *words]
         try:
             run(command, output / f"{shape}.log", child_environment(), options.timeout)
@@ -230,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         result = {"devices": names, "torch": torch.__version__, "rows": rows, "errors": errors}
         write_json(output / "results.json", result)
     if rows:
-        print_rows(rows)
+        (print_rows if options.lora_rank is None else lora_sync.print_rows)(rows)
     print(f"Written: {output / 'results.json'}")
     return 0 if rows else 1
 

@@ -84,6 +84,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
             "old_logprobs": options.OldLogprobs,
             "overlap": options.Overlap,
+            "lora_sync": options.LoraSync,
             "on_reward_error": options.OnRewardError,
             "vllm_model_impl": options.ModelImplementation,
         }

@@ -4,9 +4,9 @@ import logging
 import os
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import Engine
-from colocate_rl.engine.spec import EngineSpec
+from colocate_rl.engine.spec import EngineSpec, LoraSpec
 from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
@@ -27,6 +27,23 @@ logger = logging.getLogger(__name__)
 
 DEDICATED_MEMORY_SHARE = 0.9
 """Share of an engine's own device that vLLM may use when the user names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFacts:
+    """What an engine must know of the policy and its work."""
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    """Of the policy's parameters."""
+    window: int | None
+    """Context window in tokens, or None for the model's own."""
+    longest_prompt: int
+    """Of the training set, in tokens."""
+    tokenizer: PreTrainedTokenizerBase
+    """It goes into the engine only where sampling needs it."""
+    lora: LoraSpec | None = None
+    """Room for an adapter that arrives apart from the weights."""
 
 
 def plan_placement(args: GRPOConfig, num_ranks: int, num_nodes: int = 1) -> Placement:
@@ -122,27 +139,14 @@ def checkpoint_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def build_engine(
-    args: GRPOConfig,
-    placement: Placement,
-    collectives: Collectives,
-    config: PretrainedConfig,
-    policy_dtype: torch.dtype,
-    window: int | None,
-    longest_prompt: int,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Engine | None:
+def build_engine(args: GRPOConfig, placement: Placement, collectives: Collectives, facts: PolicyFacts) -> Engine | None:
     """Builds the engine (or shard) that this rank hosts; every rank must call it.
 
     Args:
         args: the run's configuration.
         placement: who hosts what.
         collectives: of the training ranks.
-        config: of the policy.
-        policy_dtype: of the policy's parameters.
-        window: context window in tokens, or None for the model's own.
-        longest_prompt: of the training set, in tokens.
-        tokenizer: of the policy; it goes into the engine only where sampling needs it.
+        facts: of the policy.
 
     Returns:
         The engine, or None on a rank without one.
@@ -154,9 +158,7 @@ def build_engine(
         ports = collectives.gather_objects(_free_port() if meets else None)  # just before it is used
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
-                spec = _engine_spec(args, placement, shard, config, policy_dtype, window, longest_prompt, ports)
-                if backend.needs_tokenizer(args):
-                    spec = replace(spec, tokenizer=tokenizer)
+                spec = _engine_spec(args, placement, shard, facts, ports[placement.host_of(shard.engine)])
                 engine = BackgroundEngine(spec) if backend.needs_child(args) else VllmEngine(spec)
     return engine
 
@@ -190,37 +192,31 @@ def policy_engine(
 
 
 def _engine_spec(
-    args: GRPOConfig,
-    placement: Placement,
-    shard: Shard,
-    config: PretrainedConfig,
-    policy_dtype: torch.dtype,
-    window: int | None,
-    longest_prompt: int,
-    ports: Sequence[int | None],
+    args: GRPOConfig, placement: Placement, shard: Shard, facts: PolicyFacts, port: int | None
 ) -> EngineSpec:
     on_gpu = args.device.type == "cuda"
+    dtype = engine_dtype(args, facts.dtype)
     num_seqs = _num_seqs(args, placement)
     kv_cache = None
     named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & _json_dict(args.vllm_engine_kwargs).keys()
     if (
         on_gpu and args.vllm_gpu_memory_utilization is None and not named
     ):  # a device of its own, and no wish of the user's
-        tokens = num_seqs * (longest_prompt + args.max_completion_length)
+        tokens = num_seqs * (facts.longest_prompt + args.max_completion_length)
         kv_cache = kv_cache_bytes(
-            config,
-            num_tokens=max(tokens, window or 0),
-            value_bytes=4 if engine_dtype(args, policy_dtype) == "float32" else 2,
+            facts.config,
+            num_tokens=max(tokens, facts.window or 0),
+            value_bytes=4 if dtype == "float32" else 2,
             tensor_parallel_size=placement.tensor_parallel_size,
             device_bytes=torch.cuda.get_device_properties(shard.device).total_memory,
         )
     return EngineSpec(
-        model_config=config,
-        checkpoint=checkpoint_shapes(config, args.trust_remote_code),
-        dtype=engine_dtype(args, policy_dtype),
+        model_config=facts.config,
+        checkpoint=checkpoint_shapes(facts.config, args.trust_remote_code),
+        dtype=dtype,
         device=shard.device if on_gpu else None,
         seed=engine_seed(args.seed, shard.engine, 0),
-        max_model_length=window,
+        max_model_length=facts.window,
         max_num_seqs=num_seqs,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization or DEDICATED_MEMORY_SHARE,
         enforce_eager=args.vllm_enforce_eager if args.vllm_enforce_eager is not None else not on_gpu,
@@ -229,9 +225,11 @@ def _engine_spec(
         shard=shard.index,
         shard_devices=tuple(s.device for s in placement.shards if s.engine == shard.engine and s.device is not None),
         kv_cache_bytes=kv_cache,
-        port=ports[placement.host_of(shard.engine)],
+        port=port,
         model_impl=args.vllm_model_impl,
+        tokenizer=facts.tokenizer if backend.needs_tokenizer(args) else None,
         extra=_json_dict(args.vllm_engine_kwargs),
+        lora=facts.lora,
     )
 
 

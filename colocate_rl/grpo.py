@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from colocate_rl import peft_flags
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
 from colocate_rl.options import SECTIONS, option_fields
 
@@ -79,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", metavar="TYPE", help="Number type of the policy's weights (default: float32).")
     add("--attn_implementation", metavar="NAME", help="Attention implementation of the policy.")
     add("--live_table", action="store_true", help="Print one row per log instead of a progress bar.")
+    peft_flags.add_flags(parser)
     return parser
 
 
@@ -159,6 +161,7 @@ def _check_cheaply(script: argparse.Namespace) -> None:
     for name in ("model", "dataset"):
         if not getattr(script, name):
             raise ConfigError(f"--{name.replace('_', '-')} is missing. See --help for all of them.")
+    peft_flags.check_flags(script)
     if not (script.reward_funcs or script.reward_model):
         raise ConfigError("--reward-funcs is missing, and so is --reward-model. See --help for all of them.")
     _check_local(script.model, "Model folder", "--model")
@@ -220,7 +223,16 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
 
         args.disable_tqdm = True
         callbacks.append(LiveTable())
-    trainer = GRPOTrainer(script.model, rewards, args, train, evaluation, callbacks=callbacks)
+    trainer = GRPOTrainer(
+        script.model,
+        rewards,
+        args,
+        train,
+        evaluation,
+        callbacks=callbacks,
+        quantization_config=peft_flags.quantization_config(script),
+        peft_config=peft_flags.lora_config(script),
+    )
     if script.live_table:
         trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)

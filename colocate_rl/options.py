@@ -14,6 +14,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OldLogprobs = Literal["policy", "sampling"]
+LoraSync = Literal["auto", "merged", "adapter"]
 Overlap = Literal["none", "stream", "one_step"]
 ModelImplementation = Literal["vllm", "transformers"]
 
@@ -96,6 +97,13 @@ class GRPOOptions:
         None,
         "Largest mean |engine - policy| log-probability, in nats, accepted on a probe after the first weight sync. "
         "None: 0.01 when both compute in float32, else 0.2. 0 switches the check off.",
+    )
+    lora_sync: str = _setting(
+        "auto",
+        "How a LoRA adapter reaches the engines. merged: each adapted weight is sent with the adapter merged into a "
+        "copy of it, and generation costs nothing more. adapter: only the adapter is sent, into a LoRA slot of the "
+        "engine, which then computes it beside each layer for each token (not for DoRA, embeddings, or float32 on a "
+        "GPU). auto: merged, the cheaper one over a whole step unless completions are very short.",
     )
     vllm_model_impl: str = _setting(
         "vllm",
@@ -362,7 +370,17 @@ OWN_SAMPLING_KEYS = {
 """Keys of ``generation_kwargs`` that have a setting of their own, which the loss reads too."""
 ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind", "stop")
 """Keys of ``generation_kwargs`` that decide how completions are read back."""
-ENGINE_OWNED_ARGUMENTS = ("model", "load_format", "logprobs_mode", "skip_tokenizer_init", "device_ids")
+ENGINE_OWNED_ARGUMENTS = (
+    "model",
+    "load_format",
+    "logprobs_mode",
+    "skip_tokenizer_init",
+    "device_ids",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "lora_target_modules",
+)
 """Arguments of ``vllm.LLM`` that the engine's place in the run depends on."""
 POLICY_SAMPLING_KEYS = (
     "bad_words_ids",

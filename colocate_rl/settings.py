@@ -159,6 +159,7 @@ def decide_checkpointing(args: GRPOConfig, model: torch.nn.Module, placement: Pl
         num_tokens=tokens,
     )
     memory = float(torch.cuda.get_device_properties(args.device).total_memory)
+    memory -= sum(weight.numel() * weight.element_size() for weight in model.parameters() if not weight.requires_grad)
     if args.device.index in placement.shared_devices:
         memory *= 1 - (args.vllm_gpu_memory_utilization or 0.0)
     args.gradient_checkpointing = not step.fits(memory)

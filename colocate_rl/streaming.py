@@ -17,11 +17,11 @@ for such work, at the price of data one version old. Lengths with a long tail ov
 groups, started first, decode while the others are trained: so the default starts everything at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
@@ -40,7 +40,8 @@ class Streamer:
     schedule: Streamed
     rollout: Rollout
     objective: Objective
-    ref_model: nn.Module | None
+    ref_logprobs: Callable[[RolloutBatch], torch.Tensor] | None
+    """The reference's log-probabilities of a batch; None: no reference is needed."""
     collectives: Collectives
     metrics: MetricBuffer
     num_slices: int
@@ -83,8 +84,8 @@ class Streamer:
     def _with_fixed_logprobs(self, batch: RolloutBatch) -> RolloutBatch:
         old = batch.sampling_logprobs if self.old_logprobs == "sampling" else None
         ref = None
-        if self.ref_model is not None and batch.num_rows:
-            ref = self.objective.logprobs(self.ref_model, batch).cpu()
+        if self.ref_logprobs is not None and batch.num_rows:
+            ref = self.ref_logprobs(batch)
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
 
 

@@ -9,7 +9,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, Engine, Request, SamplingSpec
 from colocate_rl.errors import WeightSyncError
 from colocate_rl.rollout.records import RolloutBatch
-from colocate_rl.training.policy import named_weights
+from colocate_rl.senders import Sender, WholeSender
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class WeightSync:
         policy_logprobs: log-probabilities [B, T] of a batch under the policy, at temperature 1, without gradient.
         vocab_size: ids the probe may use.
         gap_limit: largest mean |engine - policy| log-probability on the probe, in nats; 0 switches it off.
+        sender: how weights reach the engine; None: all of them each time.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class WeightSync:
         *,
         vocab_size: int,
         gap_limit: float,
+        sender: Sender | None = None,
     ) -> None:
         self._engine = engine
-        self._policy = policy
+        self._sender = WholeSender(policy) if sender is None else sender
         self._collectives = collectives
         self._policy_logprobs = policy_logprobs
         self._vocab_size = vocab_size
@@ -54,6 +56,7 @@ class WeightSync:
     def invalidate(self) -> None:
         """Says that the policy's weights changed without a step (a checkpoint was loaded)."""
         self._version = None
+        self._sender.forget()
 
     def sync(self, policy_version: int) -> bool:
         """Brings the engines to ``policy_version``; every rank must call it.
@@ -69,7 +72,7 @@ class WeightSync:
         self._version = None  # unknown until the engines have taken everything over
         with self._collectives.failing_together("copying weights into the engines"):
             if self._engine is not None:
-                self._engine.load_weights(named_weights(self._policy))
+                self._sender.send(self._engine)
         if not self._verified:
             with self._collectives.failing_together("checking the engines' weights"):
                 if self._engine is not None:

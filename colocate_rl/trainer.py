@@ -21,10 +21,9 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, multiturn, preflight, settings, speedups
+from colocate_rl import engines, loaders, multiturn, preflight, senders, settings, speedups
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.errors import ConfigError
 from colocate_rl.hooks import StepHooks
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
@@ -40,8 +39,9 @@ from colocate_rl.runlog import RunLog
 from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
 from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
-from colocate_rl.training import compiling
+from colocate_rl.training import adapters, compiling
 from colocate_rl.training import policy as policies
+from colocate_rl.training.loading import load_models
 from colocate_rl.training.passes import Runner
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,9 @@ class GRPOTrainer(Trainer):
             their own.
         callbacks: as in ``Trainer``.
         optimizers: as in ``Trainer``.
-        quantization_config: not supported yet.
-        peft_config: not supported yet.
+        quantization_config: a ``BitsAndBytesConfig`` for the base weights under an adapter (GPU, model by name).
+        peft_config: a ``LoraConfig``: an adapter is trained, the base weights stay as they are. A ``PeftModel`` as
+            ``model`` goes on training its active adapter.
         tools: functions, sync or async, with type hints and Google docstrings, which completions may call; each goes on
             behind what its tools answered, up to ``max_completion_length`` in all. Prompts must be conversational.
         rollout_func: called as ``rollout_func(prompts, trainer)`` in place of the engines, with this rank's prompts
@@ -100,16 +101,11 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None,
     ) -> None:
         model = str(model) if isinstance(model, Path) else model
-        if not isinstance(model, str) and hasattr(model, "peft_config"):
-            raise ConfigError("GRPOTrainer does not support PEFT models yet. Pass the base model.")
         name = model if isinstance(model, str) else model.config._name_or_path
         args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
-        _refuse(
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
         self.collectives = Collectives(args.device)
         with self.collectives.failing_together("checking the run"):
+            adapters.check_arguments(model, peft_config, quantization_config, args=args)
             longer = multiturn.plan(args, tools, rollout_func, environment_factory)
             given = preflight.Given(
                 model,
@@ -133,12 +129,14 @@ class GRPOTrainer(Trainer):
         )
         set_seed(args.seed)
         with self.collectives.failing_together("loading the model"):
-            policy, self.ref_model = _load_models(model, args)
+            policy, self.ref_model = load_models(model, args, peft_config, quantization_config)
         with self.collectives.failing_together("preparing rewards"):
             checked.rewards.prepare(args.device)
         self.reward_processing_classes = checked.rewards.processing_classes
         longest = int(self.collectives.max(torch.tensor([checked.longest_prompt])))
         settings.decide_checkpointing(args, policy, self.placement, longest)
+        if args.gradient_checkpointing and adapters.has_adapter(policy):
+            policy.enable_input_require_grads()  # else nothing before the first adapter would ask for a gradient
         self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
         pad = policies.pad_token_id(checked.tokenizer)
         policy.config.pad_token_id = pad
@@ -162,7 +160,7 @@ class GRPOTrainer(Trainer):
         clock = PhaseClock(_synchronizer(args.device))
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
-        models = [model for model in (policy, self.ref_model) if model is not None]
+        models = [adapters.causal_lm(model) for model in (policy, self.ref_model) if model is not None]
         objective = speedups.decide_packing(args, models, with_padding, self.collectives)
         self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
@@ -178,13 +176,17 @@ class GRPOTrainer(Trainer):
         args, policy = self.args, self.accelerator.unwrap_model(self.model)
         dtype = policies.model_dtype(policy)
         window = policies.context_window(policy.config, args.vllm_max_model_length)
+        number_type = engines.engine_dtype(args, dtype)
+        sender = None
         if args.use_vllm:
-            self.engine = engines.build_engine(
-                args, self.placement, self.collectives, policy.config, dtype, window, longest_prompt, checked.tokenizer
-            )
+            with self.collectives.failing_together("choosing how weights reach the engines"):
+                slot = senders.lora_slot(args, policy, number_type)
+            facts = engines.PolicyFacts(policy.config, dtype, window, longest_prompt, checked.tokenizer, slot)
+            self.engine = engines.build_engine(args, self.placement, self.collectives, facts)
+            sender = senders.sender_of(policy, number_type, slot)
         else:
             self.engine = engines.policy_engine(
-                args, self.placement, self.collectives.rank, policy, self._generating, window
+                args, self.placement, self.collectives.rank, adapters.causal_lm(policy), self._generating, window
             )
         generator = Generator(
             self.placement,
@@ -217,6 +219,7 @@ class GRPOTrainer(Trainer):
             lambda batch: probe.logprobs(policy, batch),
             vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
             gap_limit=settings.logprob_gap_limit(args, dtype),
+            sender=sender,
         )
         clock, seed = self._log.clock, self._rollout_seed
         self._resampler = None
@@ -236,7 +239,7 @@ class GRPOTrainer(Trainer):
             schedule,
             self.rollout,
             self._objective,
-            self.ref_model,
+            self._ref_logprobs if self.args.beta != 0.0 else None,
             self.collectives,
             self._log.metrics,
             self.args.steps_per_generation,
@@ -372,9 +375,16 @@ class GRPOTrainer(Trainer):
             old = batch.sampling_logprobs
         elif turn >= args.gradient_accumulation_steps - self._micro_steps_since_update:
             old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()
-        if self.ref_model is not None:
-            ref = self._objective.logprobs(self.ref_model, batch).cpu()
+        if args.beta != 0.0:
+            ref = self._ref_logprobs(batch)
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
+
+    def _ref_logprobs(self, batch: RolloutBatch) -> torch.Tensor:
+        if self.ref_model is not None:
+            return self._objective.logprobs(self.ref_model, batch).cpu()
+        policy = self.accelerator.unwrap_model(self.model)
+        with adapters.reference_weights(policy):
+            return self._objective.logprobs(policy, batch).cpu()
 
     def _note_rollout(self, scored: Scored, counts: torch.Tensor, stats: Sequence[EngineStats]) -> None:
         """Logs a generation batch, of which this rank trains ``counts``: int64 [2], tokens and tokens in the loss."""
@@ -475,8 +485,8 @@ class GRPOTrainer(Trainer):
         most = int(self.collectives.max(torch.tensor([batch.num_rows])))
         for start in range(0, most, size):  # as often on every rank: an objective may compare them
             part = batch.rows(range(min(start, batch.num_rows), min(start + size, batch.num_rows)))
-            if self.ref_model is not None:
-                part = part.with_logprobs(ref_logprobs=self._objective.logprobs(self.ref_model, part).cpu())
+            if self.args.beta != 0.0:
+                part = part.with_logprobs(ref_logprobs=self._ref_logprobs(part))
             part = part.to(self.args.device)
             with torch.no_grad():
                 loss, _ = self._objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
@@ -580,34 +590,6 @@ class GRPOTrainer(Trainer):
         self.rollout.rewards.close()
         if self.engine is not None:
             self.engine.close()
-
-
-def _refuse(**arguments: Any) -> None:
-    """Refuses constructor arguments of TRL's trainer that do not exist here yet, by name."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise ConfigError(f"GRPOTrainer does not support {', '.join(given)} yet. Remove the argument.")
-
-
-def _load_models(model: str | PreTrainedModel, args: GRPOConfig) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """The policy, and the reference when the KL term is on."""
-    assert not isinstance(args.model_init_kwargs, str)
-    init_kwargs = args.model_init_kwargs or {}
-    trust = args.trust_remote_code
-    name = model if isinstance(model, str) else None
-    policy = model if not isinstance(model, str) else policies.load_policy(model, init_kwargs, trust_remote_code=trust)
-    reference = None
-    if args.beta != 0.0:
-        reference = policies.make_reference(policy, name, init_kwargs, trust_remote_code=trust)
-    for loaded in (policy, reference):
-        if args.disable_dropout and loaded is not None:
-            policies.disable_dropout(loaded)
-    if policies.has_dropout(policy):
-        logger.warning(
-            "The policy has dropout, which stays on while it trains: its log-probabilities then differ from the "
-            "engine's. Set disable_dropout=True to train without."
-        )
-    return policy, reference
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

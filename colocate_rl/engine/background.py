@@ -21,14 +21,16 @@ from typing import Any
 import torch
 
 from colocate_rl.engine.child import KEY_VARIABLE, PARENT_VARIABLE, Failure
-from colocate_rl.engine.protocol import Completion, Request, SamplingSpec, Span, Work
+from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, SamplingSpec, Span, Work
 from colocate_rl.engine.shared_weights import SharedWeights
-from colocate_rl.errors import EngineError
+from colocate_rl.errors import EngineError, WeightSyncError
 
 SILENCE_S = 45.0
 """Seconds without a sign of life after which a child counts as hanging."""
 START_S = 120.0
 """Seconds a child may take to import and connect."""
+BUFFER_VALUES = 1 << 27
+"""Least size of the buffer on a GPU through which changed weights go to the child: 256 MiB of 16 bits."""
 
 
 class BackgroundEngine:
@@ -45,7 +47,10 @@ class BackgroundEngine:
     def __init__(self, spec: Any, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_child_")
-        self._shared: SharedWeights | None = None
+        self._spec = spec
+        self._shared: dict[str, SharedWeights] = {}
+        self._buffer: torch.Tensor | None = None
+        self._buffer_values = 0
         self._pending = False
         self._parts: list[tuple[int, list[Completion]]] = []
         self._span: Span | None = None
@@ -119,14 +124,62 @@ class BackgroundEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`; the child copies while this call waits."""
         named = list(weights)
-        if self._shared is None or not self._shared.still_covers(named):
-            if self._shared is not None:
-                self._shared.close()
-            self._shared = SharedWeights(named)
-            self._call("share", self._shared.manifest)
-            self._shared.hide()
-        self._shared.publish(named)
+        sizes = [tensor.numel() for _, tensor in named]
+        total = sum(sizes)  # on the CPU a part is loaded as a whole
+        self._buffer_values = total if self._spec.device is None else min(total, max(*sizes, BUFFER_VALUES))
+        self._share("weights", named)
         self._call("load")
+        if self._spec.device is not None and not named[0][1].is_cuda:  # copies made for this call, not the policy's own
+            self._shared.pop("weights").close()
+            self._call("release", "weights")
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`colocate_rl.engine.protocol.LoraEngine.update_weights`.
+
+        The tensors are rounded to the engine's type and gathered in a buffer that the child maps; whenever it is full,
+        the child copies while this call waits.
+        """
+        parts: list[tuple[str, tuple[int, ...], int]] = []
+        used = 0
+        for name, tensor in weights:
+            buffer = self._buffer_on(tensor.device)
+            if used + tensor.numel() > buffer.numel():
+                self._send_parts(parts)
+                parts, used = [], 0
+            buffer[used : used + tensor.numel()].view(tensor.shape).copy_(tensor)
+            parts.append((name, tuple(tensor.shape), used))
+            used += tensor.numel()
+        if parts:
+            self._send_parts(parts)
+
+    def load_adapter(self, layers: Sequence[AdapterLayer], flat: torch.Tensor) -> None:
+        """See :meth:`colocate_rl.engine.protocol.LoraEngine.load_adapter`; the child copies while this call waits."""
+        self._share("adapter", [("adapter", flat)])
+        self._call("adapt", tuple(layers))
+
+    def _share(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Makes the current values of these tensors visible to the child, which maps them once."""
+        shared = self._shared.get(what)
+        if shared is None or not shared.still_covers(named):
+            if shared is not None:
+                shared.close()
+            shared = self._shared[what] = SharedWeights(named)
+            self._call("share", what, shared.manifest)
+            shared.hide()
+        shared.publish(named)
+
+    def _buffer_on(self, device: torch.device) -> torch.Tensor:
+        """The buffer of :meth:`update_weights`, on the device of the policy."""
+        if self._buffer_values == 0:
+            raise WeightSyncError("A part of the weights was sent before all of them.")
+        if self._buffer is None or self._buffer.device != device:
+            self._buffer = torch.empty(self._buffer_values, dtype=getattr(torch, self._spec.dtype), device=device)
+        return self._buffer
+
+    def _send_parts(self, parts: Sequence[tuple[str, tuple[int, ...], int]]) -> None:
+        assert self._buffer is not None
+        self._share("buffer", [("buffer", self._buffer)])
+        self._call("update", tuple(parts))
 
     def reseed(self, seed: int) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.reseed`."""
@@ -146,8 +199,8 @@ class BackgroundEngine:
             self._process.wait()
         self._process = None
         self._pipe.close()
-        if self._shared is not None:
-            self._shared.close()
+        for shared in self._shared.values():
+            shared.close()
         self._folder.cleanup()
 
     def _taken(self) -> list[tuple[int, list[Completion]]]:

@@ -4,6 +4,7 @@ Started by ``colocate_rl.engine.background`` as ``python -m colocate_rl.engine.c
 the kernel kills it when the parent goes (Linux), and a closed pipe ends it everywhere.
 """
 
+import math
 import os
 import queue
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -56,7 +57,7 @@ class Server:
         self._pipe = pipe
         self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._engine: Any = None
-        self._weights: Any = []
+        self._shared: dict[str, list[tuple[str, Any]]] = {}
 
     def serve(self) -> None:
         """Serves until close."""
@@ -64,7 +65,10 @@ class Server:
         calls: dict[str, Callable[..., Any]] = {
             "build": self._build,
             "share": self._share,
-            "load": self._load,
+            "release": self._release,
+            "load": lambda: self._engine.load_weights(self._shared["weights"]),
+            "update": self._update,
+            "adapt": lambda layers: self._engine.load_adapter(layers, self._shared["adapter"][0][1]),
             "generate": self._generate,
             "reseed": lambda seed: self._engine.reseed(seed),
         }
@@ -102,11 +106,18 @@ class Server:
 
         self._engine = VllmEngine(spec)
 
-    def _share(self, manifest: Any) -> None:
-        self._weights = manifest.open()
+    def _share(self, what: str, manifest: Any) -> None:
+        self._shared[what] = manifest.open()
 
-    def _load(self) -> None:
-        self._engine.load_weights(self._weights)
+    def _release(self, what: str) -> None:
+        del self._shared[what]
+
+    def _update(self, parts: Sequence[tuple[str, tuple[int, ...], int]]) -> None:
+        """Takes over tensors that lie one behind another in the shared buffer."""
+        buffer = self._shared["buffer"][0][1]
+        self._engine.update_weights(
+            (name, buffer[start : start + math.prod(shape)].view(shape)) for name, shape, start in parts
+        )
 
     def _generate(self, work: Any, sampling: Any) -> Any:
         """Sends each request's completions as soon as they are there; the rank may be busy and not take them yet."""

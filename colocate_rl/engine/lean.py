@@ -112,6 +112,8 @@ class LeanGenerator:
         self._core = core
         self.obstacle = obstacle(core)
         """Why steps stay with vLLM; None: they do not."""
+        self.adapter: Any = None
+        """The ``LoRARequest`` that every request carries; None: the weights alone answer."""
         self._steps = None if self.obstacle else Steps(core)
 
     def generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[list[Completion]]:
@@ -162,7 +164,7 @@ class LeanGenerator:
     def _add(self, collector: _Collector, position: int, prompt: Prompt) -> None:
         collector.expect(position)
         tokens = {"type": "token", "prompt_token_ids": list(prompt[0])}
-        self._engine.add_request(str(next(self._llm.request_counter)), tokens, prompt[1])
+        self._engine.add_request(str(next(self._llm.request_counter)), tokens, prompt[1], lora_request=self.adapter)
 
     def compare(self, usual: Generate, parameters: Callable[..., Any]) -> None:
         """Samples from a few short prompts with seeds, then greedily, here and with ``usual``.

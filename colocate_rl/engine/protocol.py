@@ -107,6 +107,33 @@ class Span:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLayer:
+    """A linear layer's low-rank factors, as they lie in the flat tensor that :meth:`LoraEngine.load_adapter` takes."""
+
+    name: str
+    """Of the layer in a checkpoint, without ``.weight``."""
+    rank: int
+    num_inputs: int
+    num_outputs: int
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of A [rank, inputs] and B [outputs, rank] together."""
+        return self.rank * (self.num_inputs + self.num_outputs)
+
+
+def factor_views(flat: torch.Tensor, layers: Sequence[AdapterLayer]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each layer's A [rank, inputs] and B [outputs, rank] (times the scaling) in ``flat``, one after the other."""
+    parts = flat.split(
+        [size for layer in layers for size in (layer.rank * layer.num_inputs, layer.rank * layer.num_outputs)]
+    )
+    return [
+        (a.view(layer.rank, layer.num_inputs), b.view(layer.num_outputs, layer.rank))
+        for layer, a, b in zip(layers, parts[::2], parts[1::2], strict=True)
+    ]
+
+
 class Engine(Protocol):
     """One inference engine, or this rank's shard of one."""
 
@@ -124,6 +151,27 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees the engine's memory; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class LoraEngine(Engine, Protocol):
+    """An engine that takes what LoRA training changes without the rest; :meth:`load_weights` has to come first."""
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes over some of the tensors, and forgets cached values of the old ones.
+
+        A tensor is read before the next one is asked for, so they can be made one by one.
+        """
+        ...
+
+    def load_adapter(self, layers: Sequence[AdapterLayer], flat: torch.Tensor) -> None:
+        """Takes over an adapter that stays apart from the weights, and forgets cached values of the old one.
+
+        Args:
+            layers: the adapted layers; the same at each call.
+            flat: their factors, see :func:`factor_views`.
+        """
         ...
 
 

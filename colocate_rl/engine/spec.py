@@ -13,6 +13,20 @@ from colocate_rl.options import SUPPORTED_VLLM
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Room for one LoRA adapter in an engine, for adapters that are sent without merging them."""
+
+    max_rank: int
+    """Largest rank of any layer; the engine rounds it up to a size its kernels have (:data:`LORA_RANKS`)."""
+    target_modules: tuple[str, ...]
+    """Last parts of the names of the adapted layers, as checkpoints name them."""
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of LoRA slots that vLLM 0.24 to 0.32 can make."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Everything that decides how an engine is built."""
 
@@ -46,6 +60,8 @@ class EngineSpec:
     whole process, so it belongs into a child process."""
     tokenizer: Any = None
     """The policy's tokenizer, where sampling needs one (structured outputs); None: the engine sees ids only."""
+    lora: LoraSpec | None = None
+    """Room for an adapter; None: adapters arrive merged, if at all."""
     lean: bool = True
     """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
 

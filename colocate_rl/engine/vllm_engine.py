@@ -8,7 +8,6 @@ import contextlib
 import functools
 import gc
 import logging
-import sys
 import tempfile
 import warnings
 import weakref
@@ -20,8 +19,10 @@ import torch
 
 from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
 from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
-from colocate_rl.engine.protocol import Completion, Deliver, Request, SamplingSpec, Work
+from colocate_rl.engine.lora import AdapterSlot, lora_arguments, without_slots
+from colocate_rl.engine.protocol import AdapterLayer, Completion, Deliver, Request, SamplingSpec, Work
 from colocate_rl.engine.spec import EngineSpec, environment, first_group
+from colocate_rl.engine.vllm_api import adapter_request, build_llm, completion_of, leave_groups, sampling_parameters
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
@@ -56,6 +57,9 @@ class VllmEngine:
         self._model: Any = None
         self._lean: LeanGenerator | None = None
         self._plan: CopyPlan | None = None
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._slot: AdapterSlot | None = None
+        self._adapter: Any = None
         self._checked = False
         self._folder = tempfile.TemporaryDirectory(prefix="colocate_rl_engine_")
         atexit.register(self.close)
@@ -73,43 +77,15 @@ class VllmEngine:
 
     def _build(self) -> None:
         spec = self._spec
-        write_model(Path(self._folder.name), spec.model_config, spec.dtype)
-        from vllm import LLM
-
-        arguments: dict[str, Any] = {
-            "model": self._folder.name,
-            "skip_tokenizer_init": spec.tokenizer is None,
-            "model_impl": spec.model_impl,
-            "load_format": "dummy",
-            "generation_config": "vllm",
-            "dtype": spec.dtype,
-            "seed": spec.seed,
-            "max_model_len": spec.max_model_length,
-            "max_num_seqs": spec.max_num_seqs,
-            "enforce_eager": spec.enforce_eager,
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "logprobs_mode": "processed_logprobs",
-        }
-        if spec.tokenizer is not None:
-            arguments["tokenizer"] = write_tokenizer(Path(self._folder.name), spec.tokenizer)
-        if spec.device is not None:
-            arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
-            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-            arguments["device_ids"] = [spec.device]
-        if spec.tensor_parallel_size > 1:
-            arguments["tensor_parallel_size"] = spec.tensor_parallel_size
-            arguments["distributed_executor_backend"] = "external_launcher"
-            if spec.device is not None:
-                arguments["device_ids"] = list(spec.shard_devices)
+        folder = Path(self._folder.name)
+        write_model(folder, spec.model_config, spec.dtype)
+        tokenizer = None if spec.tokenizer is None else write_tokenizer(folder, spec.tokenizer)
         try:
-            self._llm = LLM(**{**arguments, **spec.extra})
-        except TypeError as error:
-            if not spec.extra:
+            self._llm = build_llm(_llm_arguments(spec, self._folder.name, tokenizer), spec.extra)
+        except ValueError as error:
+            if spec.lora is None or "LoRA" not in str(error):
                 raise
-            raise ConfigError(
-                f"vllm_engine_kwargs={dict(spec.extra)}: vLLM takes no such argument ({error})."
-            ) from error
+            raise ConfigError(f"vLLM has no LoRA slot for this model ({error}). Set lora_sync='merged'.") from error
         if spec.tokenizer is not None:
             check_tokenizer(spec.tokenizer, self._llm.get_tokenizer())
         self._model = self._llm.apply_model(_itself)[0]
@@ -125,7 +101,7 @@ class VllmEngine:
         try:
             lean = LeanGenerator(self._llm)
             with torch.random.fork_rng([] if self._device is None else [self._device]):
-                lean.compare(self._by_llm, _parameters)
+                lean.compare(self._by_llm, sampling_parameters)
         except Exception as error:
             logger.warning("Generating with LLM.generate, which is slower: the lean way failed its check: %r", error)
             return None
@@ -145,6 +121,7 @@ class VllmEngine:
             prompts = [_as_prompt(request, sampling) for request in work.requests]
             try:
                 if self._lean is not None:
+                    self._lean.adapter = self._adapter
                     self._lean.work_off(prompts[: work.num_own], functools.partial(self._more, work, prompts), deliver)
                 else:
                     self._work_off_by_llm(work, prompts, deliver)
@@ -179,12 +156,15 @@ class VllmEngine:
         """With ``LLM.generate``."""
         try:
             outputs = self._llm.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                parameters,
+                use_tqdm=False,
+                lora_request=self._adapter,
             )
         except BaseException:
             forget(self._llm)
             raise
-        return [[_completion(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs]
+        return [[completion_of(out) for out in sorted(output.outputs, key=lambda out: out.index)] for output in outputs]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.load_weights`.
@@ -197,23 +177,72 @@ class VllmEngine:
         check_names(named, self._spec.checkpoint)
         with self._process.entered():
             if self._device is None:
+                self._loaded = named
                 self._reload(named)
             elif self._plan is None:
-                self._plan = CopyPlan.record(self._model.load_weights, named, dict(self._model.named_parameters()))
+                with without_slots(self._model):
+                    self._plan = CopyPlan.record(self._model.load_weights, named, dict(self._model.named_parameters()))
             else:
                 self._plan.apply(named)
-            if self._device is not None:
-                for device in {self._device, *(tensor.device for tensor in named.values())}:
-                    torch.cuda.synchronize(device)
-            if not self._llm.reset_prefix_cache():
-                raise WeightSyncError("The engine kept its prefix cache, whose values belong to the old weights.")
+            self._settle(named.values())
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`colocate_rl.engine.protocol.LoraEngine.update_weights`.
+
+        Where the backend repacks weights (CPU), layers are loaded as a whole: what is not given is taken from the
+        tensors of the last :meth:`load_weights`, which must still have their values.
+
+        Raises:
+            WeightSyncError: when a name or shape differs from the policy's architecture; the engine must not be used
+                afterwards.
+        """
+        with self._process.entered():
+            if self._device is None:
+                changed = dict(weights)
+                check_names(self._loaded | changed, self._spec.checkpoint)
+                self._reload(self._loaded | changed)
+                self._settle(())
+                return
+            if self._plan is None:
+                raise WeightSyncError("A part of the weights was sent before all of them.")
+            devices = set()
+            for name, tensor in weights:
+                expected = self._spec.checkpoint
+                check_names({name: tensor}, {key: expected[key] for key in (name,) if key in expected})
+                self._plan.apply_part(name, tensor)
+                devices.add(tensor.device)
+            self._settle(torch.empty(0, device=device) for device in devices)
+
+    def load_adapter(self, layers: Sequence[AdapterLayer], flat: torch.Tensor) -> None:
+        """See :meth:`colocate_rl.engine.protocol.LoraEngine.load_adapter`.
+
+        Raises:
+            WeightSyncError: when the engine was built without room for the adapter, or has no place for a layer.
+        """
+        if self._spec.lora is None:
+            raise WeightSyncError("An adapter was sent to an engine that was built without room for one.")
+        with self._process.entered():
+            if self._slot is None:
+                self._slot = AdapterSlot(self._model, layers, self._spec.tensor_parallel_size)
+                self._adapter = adapter_request()
+            self._slot.load(flat)
+            self._settle((flat,))
+
+    def _settle(self, sources: Iterable[torch.Tensor]) -> None:
+        """Waits until everything sent has arrived, and forgets what was computed from the old values."""
+        if self._device is not None:
+            for device in {self._device, *(tensor.device for tensor in sources)}:
+                torch.cuda.synchronize(device)
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError("The engine kept its prefix cache, whose values belong to the old weights.")
 
     def _reload(self, named: Mapping[str, torch.Tensor]) -> None:
         """Through vLLM's own reload, which repacks weights where the backend needs it."""
         recorder = CopyRecorder(named)
-        with torch.no_grad(), contextlib.nullcontext() if self._checked else recorder:
+        with torch.no_grad(), without_slots(self._model), contextlib.nullcontext() if self._checked else recorder:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named.items())})
             _repack_tied(self._model)
+        self._slot = self._adapter = None  # vLLM may have emptied it
         if not self._checked:
             check_consumption(recorder, named, self._spec.tensor_parallel_size)
             self._checked = True
@@ -234,19 +263,48 @@ class VllmEngine:
         with self._process.entered():
             if self._llm is not None:
                 self._llm.llm_engine.engine_core.shutdown()
-            self._plan = self._model = self._lean = self._llm = None
+            self._plan = self._slot = self._model = self._lean = self._llm = None
+            self._loaded = {}
             gc.collect()
-            if "vllm" in sys.modules:
-                from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-                from vllm.platforms import interface
-
-                cleanup_dist_env_and_memory()
-                interface._assigned_physical_gpu_ids = None  # else it refuses the next engine any other GPU
+            leave_groups()
         self._folder.cleanup()
 
 
 def _itself(model: torch.nn.Module) -> torch.nn.Module:
     return model
+
+
+def _llm_arguments(spec: EngineSpec, folder: str, tokenizer: str | None) -> dict[str, Any]:
+    """What ``LLM`` is built with, before the user's own arguments."""
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "skip_tokenizer_init": tokenizer is None,
+        "model_impl": spec.model_impl,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_length,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+    }
+    if tokenizer is not None:
+        arguments["tokenizer"] = tokenizer
+    if spec.device is not None:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+        arguments["device_ids"] = [spec.device]
+    if spec.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = spec.tensor_parallel_size
+        arguments["distributed_executor_backend"] = "external_launcher"
+        if spec.device is not None:
+            arguments["device_ids"] = list(spec.shard_devices)
+    if spec.lora is not None:
+        arguments |= lora_arguments(spec.lora)
+    return arguments
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
@@ -266,19 +324,6 @@ def _repack_tied(model: torch.nn.Module) -> None:
         seen.add(weight.data_ptr())
 
 
-def _parameters(**values: Any) -> Any:
-    """vLLM's sampling parameters of one prompt; ids in, ids and log-probabilities out."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    try:
-        if isinstance(values.get("structured_outputs"), dict):
-            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
-        return SamplingParams(**{"logprobs": 0, "detokenize": False, "flat_logprobs": True, **values})
-    except TypeError as error:
-        raise ConfigError(f"generation_kwargs: vLLM's SamplingParams takes no such key ({error}).") from error
-
-
 def _as_prompt(request: Request, sampling: SamplingSpec) -> Prompt:
     values: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -291,22 +336,4 @@ def _as_prompt(request: Request, sampling: SamplingSpec) -> Prompt:
         "stop_token_ids": [] if sampling.extra.get("ignore_eos") else list(sampling.stop_token_ids),
         **sampling.extra,
     }
-    return request.token_ids, _parameters(n=request.num_completions, seed=request.seed, **values)
-
-
-def _completion(output: Any) -> Completion:
-    token_ids = list(output.token_ids)
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"a completion ended with {output.finish_reason!r} after {len(token_ids)} tokens.")
-    return Completion(token_ids, _sampled_logprobs(token_ids, output.logprobs), output.finish_reason)
-
-
-def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
-    """The log-probability of each sampled token; the engine lists the sampled token first, then any other."""
-    starts = getattr(logprobs, "start_indices", None)
-    if starts is not None:
-        found = [logprobs.token_ids[start] for start in starts]
-        if found != list(token_ids):
-            raise EngineError("the engine's log-probabilities belong to other tokens than it sampled.")
-        return [float(logprobs.logprobs[start]) for start in starts]
-    return [float(entry[token].logprob) for token, entry in zip(token_ids, logprobs, strict=True)]
+    return request.token_ids, sampling_parameters(n=request.num_completions, seed=request.seed, **values)

@@ -9,6 +9,7 @@ reading.
 
 import bisect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,9 @@ class CopyPlan:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self.copies = list(copies)
+        self._by_source: dict[str, list[Copy]] = defaultdict(list)
+        for copy in self.copies:
+            self._by_source[copy.source].append(copy)
         self._views: list[torch.Tensor] = []
         self._pointers: list[int] = []
 
@@ -133,6 +137,19 @@ class CopyPlan:
             self._pointers = pointers
         with torch.no_grad():
             torch._foreach_copy_([copy.target for copy in self.copies], self._views, non_blocking=True)
+
+    def apply_part(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies the current values of one policy tensor; queued on the current streams, not waited for.
+
+        Raises:
+            WeightSyncError: when the plan has no tensor of this name.
+        """
+        copies = self._by_source.get(name)
+        if copies is None:
+            raise WeightSyncError(f"The engine knows no tensor {name}.")
+        with torch.no_grad():
+            for copy in copies:
+                copy.target.copy_(copy.source_view(tensor), non_blocking=True)
 
 
 def check_coverage(recorder: CopyRecorder, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from colocate_rl.errors import ConfigError
+from colocate_rl.training.adapters import effective
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Head:
         Raises:
             ConfigError: when it is no plain linear layer, whose logits this module could not chunk.
         """
-        layer = model.get_output_embeddings()  # type: ignore[operator]
+        layer = effective(model.get_output_embeddings())  # type: ignore[operator]
         if type(layer) is not nn.Linear:
             raise ConfigError(
                 f"{type(model).__name__} has an output head of type {type(layer).__name__}; only a plain linear head "

@@ -15,6 +15,7 @@ from torch import nn
 
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training import attention, compiling
+from colocate_rl.training.adapters import causal_lm
 from colocate_rl.training.head import ChunkedStatistics, Head
 from colocate_rl.training.packing import PackedRows
 from colocate_rl.training.routers import RouterLoad, router_load
@@ -76,6 +77,7 @@ def completion_statistics(
     wanted = {} if experts_per_token is None else {"output_router_logits": True}
 
     def compute(model: nn.Module) -> TokenStatistics:
+        model = causal_lm(model)
         with autocast(), compiling.chosen(extras.compiled):
             states, output, num_holders = (_packed_states if packed else _padded_states)(model, batch, wanted)
             kind = states.device.type

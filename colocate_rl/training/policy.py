@@ -196,8 +196,3 @@ def vocab_size(config: PretrainedConfig) -> int | None:
 def model_dtype(model: nn.Module) -> torch.dtype:
     """The floating-point type of the model's parameters (of the first one)."""
     return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-
-
-def named_weights(policy: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The policy's parameters under checkpoint names, each once (a tied head is its embedding), without gradient."""
-    return [(name, parameter.detach()) for name, parameter in policy.named_parameters()]

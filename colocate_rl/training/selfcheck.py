@@ -23,7 +23,8 @@ class Agreement:
     logprob_gap: float
     """Mean |difference| of the log-probabilities of completion tokens, in nats."""
     gradient_cosine: float
-    """Between the gradients of the policy's vectors (norms and biases), which reach through every layer."""
+    """Between the gradients of the policy's vectors (norms and biases), which reach through every layer; where only an
+    adapter is trained, of the adapter."""
 
     def shortfall(self, *, exact: bool) -> str | None:
         """What is wrong, or None.
@@ -51,7 +52,8 @@ def compare(model: PreTrainedModel, plain: Objective, faster: Objective) -> Agre
         model.eval()  # dropout would be another one in each pass
     try:
         batch = _rows(model).to(model.device)
-        vectors = [weight for weight in model.parameters() if weight.ndim == 1 and weight.requires_grad]
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        vectors = [weight for weight in trained if weight.ndim == 1] or trained  # an adapter has matrices only
         (expected, expected_gradient), (found, gradient) = (
             _pass(model, replace(way, max_tokens=None), batch, vectors) for way in (plain, faster)
         )
@@ -88,4 +90,4 @@ def _pass(
     if not vectors:
         return logprobs, torch.zeros(0)
     found = torch.autograd.grad(logprobs.sum(), vectors, materialize_grads=True)
-    return logprobs.detach(), torch.cat([part.float() for part in found])
+    return logprobs.detach(), torch.cat([part.float().flatten() for part in found])

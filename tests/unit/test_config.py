@@ -330,6 +330,7 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "vllm_per_request_seeds": (["True"], True),
     "vllm_engine_kwargs": (['{"block_size": 32}'], {"block_size": 32}),
     "vllm_logprob_gap_limit": (["0.5"], 0.5),
+    "lora_sync": (["merged"], "merged"),
     "overlap": (["one_step"], "one_step"),
     "max_staleness": (["2"], 2),
     "use_vllm": (["False"], False),

@@ -318,6 +318,22 @@ def test_a_shard_reads_its_part() -> None:
         check_consumption(consumed(weights, halves), weights, 1)
 
 
+# A part
+
+
+def test_a_part_is_copied_where_the_whole_would_be_and_nowhere_else() -> None:
+    weights, model = policy_weights(), FusedModel(torch.bfloat16)
+    plan = CopyPlan.record(model.load_weights, weights, dict(model.named_parameters()))
+    kept = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    merged = torch.randn(2 * HEADS, HIDDEN)[HEADS:]  # another type, storage and offset than the recorded tensor
+    plan.apply_part("k", merged)
+    assert torch.equal(model.qkv[HEADS : 2 * HEADS], merged.bfloat16())
+    kept["qkv"][HEADS : 2 * HEADS] = merged.bfloat16()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.named_parameters())
+    with pytest.raises(WeightSyncError, match="no tensor lora_A"):
+        plan.apply_part("lora_A", merged)
+
+
 # Names
 
 
