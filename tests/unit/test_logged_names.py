@@ -60,7 +60,13 @@ def expected_names(args: GRPOConfig, *, in_evaluation: bool, is_mixture: bool) -
 
 def simplified(name: str) -> str:
     """The name with the parts that the document leaves open."""
-    return re.sub(r"^time/.*", "time/…", re.sub(r"^engine/\d+/.*", "engine/<e>/…", name))
+    for pattern, open_name in (
+        (r"^time/.*", "time/…"),
+        (r"^engine/\d+/.*", "engine/<e>/…"),
+        (r"^rank/\d+/.*", "rank/<r>/…"),
+    ):
+        name = re.sub(pattern, open_name, name)
+    return name
 
 
 CASES: list[dict[str, Any]] = [
