@@ -347,7 +347,7 @@ class GRPOTrainer(Trainer):
             rated, dropped = self._resampler.refill(rated, self._feed.spares(number), ask, metrics)
             for part in dropped:
                 self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
-        scored, batch = self.rollout.finish(rated, metrics)
+        scored, batch = self.rollout.finish(rated, metrics, to_train=True)
         self._log.note_staleness(rated.answered, step)
         counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         self._note_rollout(scored, counts, rated.answered.stats)

@@ -258,25 +258,30 @@ class Rollout:
             )
         return Rated(answered, texts, rewards, extras)
 
-    def finish(self, rated: Rated, metrics: MetricBuffer) -> tuple[Scored, RolloutBatch]:
+    def finish(self, rated: Rated, metrics: MetricBuffer, *, to_train: bool = False) -> tuple[Scored, RolloutBatch]:
         """Compares completions, each with the others of its group; every rank must call it.
 
         Args:
             rated: this rank's rows.
             metrics: receives the figures of the rollout.
+            to_train: deal rows to ranks where the settings say so; else the batch has this rank's.
 
         Returns:
-            The scored rows, and the padded batch of rows to train on (on the CPU).
+            The scored rows, and the padded batch (on the CPU).
         """
         scored, compared = self.compare(rated)
         self.log(compared, metrics)
-        mine = compared.rows_of(self._collectives.rank)
-        if not (self.settings.deal_rows and rated.answered.everyone):
+        if not (to_train and self.deals_rows and rated.answered.everyone):
             return scored, self.own(scored)
-        parts = figures.deal_rows(compared, [len(mine)] * self._collectives.world_size)
+        parts = figures.deal_rows(compared, compared.num_rows)
         tokens = compared.tokens()
         figures.log_deal(metrics, compared, [sum(tokens[row] for row in part) for part in parts])
         return scored, self.dealt(rated.answered, compared, parts[self._collectives.rank])
+
+    @property
+    def deals_rows(self) -> bool:
+        """Whether ranks train each other's rows."""
+        return self.settings.deal_rows and self._collectives.world_size > 1
 
     def compare(self, rated: Rated) -> tuple[Scored, Compared]:
         """This rank's scored rows, and all ranks' advantages; the groups must be whole."""

@@ -69,7 +69,7 @@ class Stream:
         answered = self._rollout.wait(self._begun)
         compared = Compared.joined(self._compared)
         self._rollout.log(compared, self._metrics)
-        if self._rollout.settings.deal_rows:
+        if self._rollout.deals_rows:
             figures.log_deal(self._metrics, compared, self._loads)
         return answered, Scored.joined(self._scored)
 
@@ -78,7 +78,7 @@ class Stream:
         scored, compared = self._rollout.compare(rated)
         self._scored.append(scored)
         self._compared.append(compared)
-        if not self._rollout.settings.deal_rows:
+        if not self._rollout.deals_rows:
             return Arrived(self._rollout.own(scored), answered.places)
         tokens = compared.tokens()
         parts = figures.deal_rows(compared, self._room, self._loads)

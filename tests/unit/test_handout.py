@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate_rl.balance import deal, imbalance
@@ -24,6 +24,7 @@ def pairs(given_plan: Plan, positions: list[int]) -> list[tuple[int, int]]:
     return [(part.group, part.first_copy + offset) for part in parts for offset in range(part.num_copies)]
 
 
+@settings(deadline=None)
 @given(
     copies=st.lists(st.integers(1, 9), max_size=20),
     engines=st.integers(1, 9),
@@ -68,6 +69,7 @@ def test_by_hand() -> None:
     assert [pairs(spread, own) for own in spread.own] == [[(0, 0), (0, 1)], [(0, 2)]]
 
 
+@settings(deadline=None)
 @given(
     costs=st.lists(st.floats(0, 100), min_size=1, max_size=60),
     parts=st.integers(1, 6),

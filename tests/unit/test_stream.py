@@ -6,15 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from colocate_rl import GRPOConfig, GRPOTrainer, engines, options
 from colocate_rl.engine.protocol import Completion, SamplingSpec, Span, Work
 from colocate_rl.errors import ConfigError, EngineError
 from colocate_rl.training import aggregation
-from tests.tiny import tiny_model
-from tests.unit.test_padding_free_run import LengthyEngine, run  # noqa: F401 - a fixture
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.test_padding_free_run import LengthyEngine, even_ids, run  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.unit
 
@@ -108,6 +110,18 @@ def test_gradient_and_figures_are_those_of_none(
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GRPOConfig(str(tmp_path), overlap="stream", **settings)
+
+
+def test_experts_that_need_their_slice_are_refused(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=288, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    args = GRPOConfig(str(tmp_path), overlap="stream", max_completion_length=8)
+    prompts = datasets.Dataset.from_dict({"prompt": ["1=", "2="]})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"load-balancing loss of Qwen3MoeConfig \(weight 0.001\) needs the experts"):
+        GRPOTrainer(model, even_ids, args, prompts, processing_class=tiny_tokenizer())
 
 
 def test_every_loss_says_what_it_divides_by() -> None:
