@@ -93,17 +93,21 @@ class PhaseClock:
         self._synchronize = synchronize
         self._seconds: dict[str, float] = defaultdict(float)
         self._start = time.perf_counter()
+        self.announce: Callable[[str], None] = lambda phase: None
+        """Told the name of each phase as it begins; what is no phase is "train"."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a ``with`` block."""
         self._synchronize()
+        self.announce(name)
         start = time.perf_counter()
         try:
             yield
         finally:
             self._synchronize()
             self._seconds[name] += time.perf_counter() - start
+            self.announce("train")
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last lap, and how many of them each phase took; then starts the next lap."""

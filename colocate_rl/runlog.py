@@ -92,17 +92,22 @@ class RunLog:
         self.metrics.mean("time/idle_generate", max(0.0, 1 - busy / total))
         self._engine_seconds = [0.0] * len(self._engine_seconds)
 
-    def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> None:
-        """Appends one record to ``metrics.jsonl``, and writes the completions table; on the main rank only."""
+    def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> list[dict[str, Any]]:
+        """Appends one record to ``metrics.jsonl``, and writes the completions table; on the main rank only.
+
+        Returns:
+            The rows of the table; none without one.
+        """
         folder = Path(self._args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / METRICS_FILE).open("a") as lines:
             lines.write(json.dumps({"step": step, **logs}) + "\n")
-        if with_completions and self._args.log_completions:
-            self.completions.flush(
-                step,
-                folder / "completions",
-                num_to_print=self._args.num_completions_to_print,
-                unique_prompts=self._args.log_unique_prompts,
-                console=Console(),
-            )
+        if not (with_completions and self._args.log_completions):
+            return []
+        return self.completions.flush(
+            step,
+            folder / "completions",
+            num_to_print=self._args.num_completions_to_print,
+            unique_prompts=self._args.log_unique_prompts,
+            console=Console(),
+        )

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput
 
-from colocate_rl import engines, loaders, preflight, settings, speedups
+from colocate_rl import engines, loaders, preflight, progress, settings, speedups, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
@@ -31,6 +31,7 @@ from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.rewards import RewardFunction
 from colocate_rl.runlog import RunLog
+from colocate_rl.runreport import RunReport
 from colocate_rl.schedule import OneStepAhead, Schedule, Synchronous
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import policy as policies
@@ -129,7 +130,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[_StepHooks(self), *(callbacks or [])],
+            callbacks=[_StepHooks(self), RunReport(checked.placement), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig
@@ -138,6 +139,7 @@ class GRPOTrainer(Trainer):
             nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
         clock = PhaseClock(_synchronizer(args.device))
+        clock.announce = progress.replace_bar(self, self.is_world_process_zero())
         names = checked.rewards.names
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, names)
         with_padding = Objective(
@@ -150,7 +152,8 @@ class GRPOTrainer(Trainer):
         models = [model for model in (policy, self.ref_model) if model is not None]
         objective = speedups.decide_packing(args, models, with_padding, self.collectives)
         self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
-        self._build_engines(checked, longest)
+        with clock.phase(progress.BUILDING):
+            self._build_engines(checked, longest)
         self._buffer: list[RolloutBatch] = []
         self._evaluated = False
         self._logs_together = False
@@ -380,7 +383,8 @@ class GRPOTrainer(Trainer):
         super().log(logs, start_time)
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():
-                self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+                rows = self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+                trackers.send_completions(self.callback_handler.callbacks, rows, self.state.global_step)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self._logging_together():
