@@ -6,7 +6,7 @@ USAGE = """\
 usage: colocate-rl {grpo,report} ...
 
   grpo    train with GRPO in this process; several ranks: accelerate launch --num_processes N-K -m colocate_rl.grpo ...
-  report  colocate-rl report RUN_DIR: tables and a plot of a finished run
+  report  colocate-rl report RUN_DIR: tables, a plot and a page (report.html) of a run
 """
 
 
@@ -18,7 +18,7 @@ def main() -> None:
 
         grpo(rest)
     elif command == "report":
-        from colocate_rl.report import main as report
+        from colocate_rl.report.command import main as report
 
         report(rest)
     else:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -68,12 +68,10 @@ class CompletionLog:
         columns = dict.fromkeys(name for row in rows for name in row)
         values = {name: [row.get(name) for row in rows] for name in columns}
         try:
-            table = datasets.Dataset.from_dict(values)
+            table = pa.table(values)
         except (pa.ArrowInvalid, pa.ArrowTypeError):  # extras of mixed types; a log must not end a run
-            table = datasets.Dataset.from_dict(
-                {n: v if n in self._plain else [str(x) for x in v] for n, v in values.items()}
-            )
-        table.to_parquet(folder / f"completions_{step:05d}.parquet")
+            table = pa.table({n: v if n in self._plain else [str(x) for x in v] for n, v in values.items()})
+        pq.write_table(table, folder / f"completions_{step:05d}.parquet")
         if num_to_print != 0:
             shown = (
                 rows

@@ -31,7 +31,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *options.JSON_OPTIONS]  # noqa: RUF012  # as there
 
     def __post_init__(self) -> None:
-        has_gpu = torch.cuda.is_available() and not self.use_cpu
+        has_gpu = (
+            not self.use_cpu and torch.cuda.is_available()
+        )  # asking alone would keep a notebook from forking ranks
         if not has_gpu:
             self.use_cpu = True  # nothing else exists here, so nobody has to say so
         if self.bf16 is None:

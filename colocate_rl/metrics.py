@@ -118,17 +118,21 @@ class PhaseClock:
         self._synchronize = synchronize
         self._spans: list[PhaseSpan] = []
         self._start = time.monotonic()
+        self.announce: Callable[[str], None] = lambda phase: None
+        """Told the name of each phase as it begins; what is no phase is "train"."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a ``with`` block."""
         self._synchronize()
+        self.announce(name)
         start = time.monotonic()
         try:
             yield
         finally:
             self._synchronize()
             self._note(PhaseSpan(name, start, time.monotonic()))
+            self.announce("train")
 
     def _note(self, span: PhaseSpan) -> None:
         """Adds a span; to the last one, when it goes on: a wait that is made of many looks is one wait."""

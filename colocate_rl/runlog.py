@@ -144,20 +144,25 @@ class RunLog:
             lines.writelines(json.dumps(record) + "\n" for record in records)
         return folder
 
-    def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> None:
-        """Appends to ``metrics.jsonl`` and ``timeline.jsonl``, writes the completions table; on the main rank only."""
+    def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> list[dict[str, Any]]:
+        """Appends to ``metrics.jsonl`` and ``timeline.jsonl``, writes the completions table; on the main rank only.
+
+        Returns:
+            The rows of the table; none without one.
+        """
         folder = self._append(METRICS_FILE, [{"step": step, **logs}])
         if self._timeline:
             self._append(TIMELINE_FILE, self._timeline)
             self._timeline = []
-        if with_completions and self._args.log_completions:
-            self.completions.flush(
-                step,
-                folder / "completions",
-                num_to_print=self._args.num_completions_to_print,
-                unique_prompts=self._args.log_unique_prompts,
-                console=Console(),
-            )
+        if not (with_completions and self._args.log_completions):
+            return []
+        return self.completions.flush(
+            step,
+            folder / "completions",
+            num_to_print=self._args.num_completions_to_print,
+            unique_prompts=self._args.log_unique_prompts,
+            console=Console(),
+        )
 
 
 def with_training(lap: Lap) -> list[PhaseSpan]:

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, multiturn, preflight, senders, settings, speedups
+from colocate_rl import engines, loaders, multiturn, preflight, progress, senders, settings, speedups, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.hooks import StepHooks
@@ -36,6 +36,7 @@ from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.rewards import Reward
 from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.runlog import RunLog
+from colocate_rl.runreport import RunReport
 from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
 from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
@@ -138,10 +139,7 @@ class GRPOTrainer(Trainer):
         if args.gradient_checkpointing and adapters.has_adapter(policy):
             policy.enable_input_require_grads()  # else nothing before the first adapter would ask for a gradient
         self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
-        pad = policies.pad_token_id(checked.tokenizer)
-        policy.config.pad_token_id = pad
-        if policy.generation_config is not None:
-            policy.generation_config.pad_token_id = pad
+        policies.set_pad_token(policy, policies.pad_token_id(checked.tokenizer))
         super().__init__(
             model=policy,
             args=args,
@@ -149,7 +147,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[StepHooks(self), *(callbacks or [])],
+            callbacks=[StepHooks(self), RunReport(checked.placement), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig
@@ -158,13 +156,15 @@ class GRPOTrainer(Trainer):
             nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
         clock = PhaseClock(_synchronizer(args.device))
+        clock.announce = progress.replace_bar(self, self.is_world_process_zero())
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         models = [adapters.causal_lm(model) for model in (policy, self.ref_model) if model is not None]
         objective = speedups.decide_packing(args, models, with_padding, self.collectives)
         self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
-        self._build_engines(checked, longest, longer)
+        with clock.phase(progress.BUILDING):
+            self._build_engines(checked, longest, longer)
         self._train_sampler: RepeatSampler | None = None
         self._evaluated = self._logs_together = False
         self._buffer: list[RolloutBatch] = []
@@ -518,7 +518,8 @@ class GRPOTrainer(Trainer):
         super().log(logs, start_time)
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():
-                self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+                rows = self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+                trackers.send_completions(self.callback_handler.callbacks, rows, self.state.global_step)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self._logging_together():

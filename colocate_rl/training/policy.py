@@ -158,6 +158,13 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id)
 
 
+def set_pad_token(policy: PreTrainedModel, token_id: int) -> None:
+    """Tells the model, so that what it generates or saves names the same pad token."""
+    policy.config.pad_token_id = token_id
+    if policy.generation_config is not None:
+        policy.generation_config.pad_token_id = token_id
+
+
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a completion: the generation config's and the tokenizer's, sorted."""
     return end_token_ids_of(model.generation_config, tokenizer)

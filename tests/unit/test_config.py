@@ -409,7 +409,6 @@ ROUND_TRIP: dict[str, tuple[list[str], Any]] = {
     "log_timeline": (["True"], True),
     "num_completions_to_print": (["0"], 0),
     "log_unique_prompts": (["True"], True),
-    "log_timeline": (["True"], True),
     "log_reward_trace": (["True"], True),
     "learning_rate": (["1e-5"], 1e-5),
     "logging_steps": (["1"], 1),
