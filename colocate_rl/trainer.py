@@ -224,7 +224,12 @@ class GRPOTrainer(Trainer):
         clock, seed = self._log.clock, self._rollout_seed
         self._resampler = None
         if args.dynamic_sampling:
-            self._resampler = Resampler(self.collectives, self.reward_weights, args.max_resample_tries)
+            self._resampler = Resampler(
+                self.collectives,
+                self.reward_weights,
+                args.max_resample_tries,
+                aggregation=args.multi_objective_aggregation,
+            )
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
         self._streamer: Streamer | None = None
         if args.overlap == "stream":
