@@ -159,9 +159,7 @@ class GRPOTrainer(Trainer):
         clock.announce = progress.replace_bar(self, self.is_world_process_zero())
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
-        models = [adapters.causal_lm(model) for model in (policy, self.ref_model) if model is not None]
-        objective = speedups.decide_packing(args, models, with_padding, self.collectives)
-        self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
+        self._objective = speedups.decide(args, policy, self.ref_model, with_padding, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
         with clock.phase(progress.BUILDING):
             self._build_engines(checked, longest, longer)
