@@ -60,7 +60,8 @@ HEAD = """\
 
 Made by `python -m docs.make_options > docs/options.md`; do not edit. Each is a field of `GRPOConfig` and a flag of
 `python -m colocate_rl.grpo` (`--num-vllm-gpus 2`). **Bold**: not in TRL. Every other field of
-`transformers.TrainingArguments` works too, except for what [from_trl.md](from_trl.md) says. Formulas: [objective.md](objective.md).
+`transformers.TrainingArguments` works too, except for what [from_trl.md](from_trl.md) says. Formulas:
+[objective.md](objective.md).
 """
 
 

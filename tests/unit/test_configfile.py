@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 import pytest
 
-from colocate_rl import GRPOConfig, GRPOTrainer, engines, grpo, peft_flags
+from colocate_rl import GRPOTrainer, engines, grpo, peft_flags
 from colocate_rl.errors import ConfigError
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids

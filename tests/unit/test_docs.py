@@ -1,5 +1,6 @@
 """The documents say what the code does: tables against fields, and quoted messages against their sources."""
 
+import ast
 import inspect
 import json
 import re
@@ -15,7 +16,7 @@ from transformers import TrainingArguments
 from benchmarks import compare_splits
 from benchmarks.planning import Law, Plan
 from benchmarks.work import work_from
-from colocate_rl import GRPOConfig, GRPOTrainer, backend, engines, grpo, multiturn, peft_flags, settings
+from colocate_rl import GRPOConfig, GRPOTrainer, backend, engines, errors, grpo, multiturn, peft_flags, settings
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import option_fields
 from colocate_rl.placement import Placement
@@ -81,9 +82,9 @@ def test_a_field_that_is_refused(tmp_path: Path, name: str) -> None:
         return
     config = GRPOConfig(str(tmp_path), use_cpu=True)
     setattr(config, name, True)  # transformers itself would look for DeepSpeed first
+    check = backend.resolve if name.startswith("use_transformers") else GRPOConfig._check_unsupported
     with pytest.raises(ConfigError, match=f"(?i){name}"):
-        backend.resolve(config)
-        config._check_unsupported()
+        check(config)
 
 
 def test_the_arguments_of_the_constructor() -> None:
@@ -104,6 +105,53 @@ def test_the_page_of_options_is_up_to_date() -> None:
 def test_each_option_has_one_theme() -> None:
     themes = [name for names in make_options.THEMES.values() for name in names.split()]
     assert sorted(themes) == sorted(item.name for item in option_fields())
+
+
+# Troubleshooting
+
+ERRORS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
+HOLE = "…"
+
+
+def message_of(node: ast.expr) -> str:
+    """A message as its source has it, with a hole for what is put in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return re.sub(f"{HOLE}+", HOLE, " ".join("".join(message_of(part) for part in node.values).split()))
+    return HOLE
+
+
+def messages_in_the_code() -> dict[str, str]:
+    """Every message of an error of ours, and where it stands."""
+    found = {}
+    for path in sorted((REPOSITORY / "colocate_rl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args:
+                message = message_of(node.args[0])
+                if message != HOLE:
+                    found[message] = f"{path.name}:{node.lineno}"
+    return found
+
+
+MESSAGES = messages_in_the_code()
+HEADS = [
+    head
+    for line in page("troubleshooting.md").splitlines()
+    if line.startswith("| `")
+    for head in re.findall(r"`([^`]+)`", line.split("|")[1])
+]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_quoted_message_is_in_the_code(head: str) -> None:
+    assert re.search(r"[a-z]{3}", head), "it would fit any message"
+    assert any(message.startswith(head.rstrip(HOLE)) for message in MESSAGES)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_every_message_is_explained(message: str) -> None:
+    assert any(message.startswith(head.rstrip(HOLE)) for head in HEADS), MESSAGES[message]
 
 
 # All pages
@@ -136,10 +184,10 @@ def test_the_example_of_splits_is_the_formula_s() -> None:
     devices, generation, training = map(int, named.groups())
     plan = Plan(Law(0.0, generation), Law(0.0, training), 0.0)
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
-    assert [int(engines) for engines, _, _ in rows] == list(range(1, devices // 2 + 1))
-    for engines, none, one_step in rows:
-        parts = plan.generation.seconds(int(engines)), plan.training.seconds(devices - int(engines))
-        assert float(none) == pytest.approx(plan.step_s(devices, int(engines)), abs=0.06)
+    assert [int(row[0]) for row in rows] == list(range(1, devices // 2 + 1))
+    for count, none, one_step in rows:
+        parts = plan.generation.seconds(int(count)), plan.training.seconds(devices - int(count))
+        assert float(none) == pytest.approx(plan.step_s(devices, int(count)), abs=0.06)
         assert float(one_step) == pytest.approx(max(parts), abs=0.06)
 
 
