@@ -1,5 +1,6 @@
 """Where the loop of ``transformers.Trainer`` tells ours that a run, an epoch or a step begins or ends."""
 
+import gc
 from typing import Any, Protocol
 
 from transformers import TrainerCallback
@@ -46,3 +47,27 @@ class StepHooks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stops it."""
         self._trainer.end_step()
+
+
+class SteadyHeap(TrainerCallback):
+    """Takes what a run has made by the end of its first step out of Python's garbage collection, until the run ends.
+
+    Models, compiled code and an engine are millions of objects that stay. Every full collection would walk over all of
+    them, about a second at a time, in the middle of decoding: a generation takes up to 1.7 times as long then.
+    """
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the first step, when everything has been made and compiled."""
+        if not self._frozen:
+            gc.collect()
+            gc.freeze()
+            self._frozen = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The objects may go with whoever held them."""
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from colocate_rl import engines, loaders, multiturn, preflight, progress, senders, settings, speedups, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.hooks import StepHooks
+from colocate_rl.hooks import SteadyHeap, StepHooks
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout.collect import Rollout, Row, Scored
 from colocate_rl.rollout.custom import FreeGenerator
@@ -147,7 +147,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[StepHooks(self), RunReport(checked.placement), *(callbacks or [])],
+            callbacks=[StepHooks(self), SteadyHeap(), RunReport(checked.placement), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig

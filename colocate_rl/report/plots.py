@@ -44,7 +44,8 @@ def draw_reward(axes: Any, records: Sequence[Record]) -> None:
     if rewards:
         steps, values = zip(*rewards, strict=True)
         window = max(1, len(values) // 15)
-        axes.plot(steps, values, color="#9ecae9", linewidth=1, label="reward of each step's rollout")
+        colour = "#9ecae9" if window > 1 else "#4c78a8"  # pale behind a running mean
+        axes.plot(steps, values, color=colour, linewidth=1, label="reward of each step's rollout")
         if window > 1:
             label = f"mean of {window} logs"
             axes.plot(steps, _running_mean(values, window), color="#4c78a8", linewidth=2, label=label)

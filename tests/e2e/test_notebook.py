@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,6 @@ class Notebook:
             self.book,
             timeout=400,
             resources={"metadata": {"path": str(NOTEBOOK.parent)}},
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
         settings = {"OUT": str(out), "NUM_STEPS": NUM_STEPS, **parameters}
         self.add("parameters-of-the-test", "\n".join(f"{name} = {value!r}" for name, value in settings.items()), at=2)
@@ -72,6 +72,9 @@ class Notebook:
     def add(self, name: str, source: str, at: int | None = None) -> None:
         cell = nbformat.v4.new_code_cell(source, id=name)
         self.book.cells.insert(len(self.book.cells) if at is None else at, cell)
+
+    def kernel(self) -> AbstractContextManager[None]:
+        return self.client.setup_kernel(env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
     def run(self, name: str) -> Any:
         index = next(place for place, cell in enumerate(self.book.cells) if cell.id == name)
@@ -112,7 +115,7 @@ def shown(cell: Any, kind: str) -> str:
 def notebook(tmp_path: Path, model: Path) -> Iterator[Notebook]:
     opened = Notebook(tmp_path / "out", model)
     opened.add("second-training", next(cell.source for cell in opened.book.cells if cell.id == "train"))
-    with opened.client.setup_kernel():
+    with opened.kernel():
         yield opened
 
 
@@ -157,7 +160,7 @@ def test_interrupts_leave_the_kernel_usable(notebook: Notebook) -> None:
 
 def test_several_ranks_from_the_same_notebook(tmp_path: Path, model: Path) -> None:
     notebook = Notebook(tmp_path / "out", model, NUM_RANKS=2, NUM_ENGINES=2)
-    with notebook.client.setup_kernel():
+    with notebook.kernel():
         notebook.run_all()
     records = load_metrics(notebook.out)
     assert trained_steps(notebook.out) == list(range(1, NUM_STEPS + 1))
