@@ -20,6 +20,7 @@ from colocate_rl import GRPOConfig, GRPOTrainer, backend, engines, errors, grpo,
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import option_fields
 from colocate_rl.placement import Placement
+from colocate_rl.runreport import RunReport
 from colocate_rl.scoring.names import resolve_reward
 from docs import make_options
 from tests.tiny import chat_tokenizer, save_tiny
@@ -105,6 +106,13 @@ def test_the_page_of_options_is_up_to_date() -> None:
 def test_each_option_has_one_theme() -> None:
     themes = [name for names in make_options.THEMES.values() for name in names.split()]
     assert sorted(themes) == sorted(item.name for item in option_fields())
+
+
+def test_the_settings_of_the_readme_exist() -> None:
+    text = section((REPOSITORY / "README.md").read_text("utf-8"), "The most used settings")
+    named = re.findall(r"`(\w+)`", " ".join(make_options.first_cells(text)))
+    assert named
+    assert set(named) <= {item.name for item in option_fields()}
 
 
 # Troubleshooting
@@ -298,6 +306,7 @@ def test_a_snippet_of_the_recipes_trains(tmp_path: Path, monkeypatch: pytest.Mon
         names["correct"] = lambda completions, **columns: plain([c[-1]["content"] for c in completions], **columns)
     exec(snippet, names)
     trainer = names["trainer"]
+    trainer.remove_callback(RunReport)  # its curves take longer than all the rest
     trainer.args.max_steps = 1
     trainer.train()
     assert trainer.state.global_step == 1
