@@ -115,6 +115,7 @@ class ToolLoop:
             completions=[_completion(dialogue, asked.policy_version) for dialogue in dialogues],
             texts=[dialogue.messages for dialogue in dialogues],
             stats=stats,
+            everyone={},  # it has the first turns only
             figures={
                 "tools/call_frequency": (num_calls, len(dialogues)),
                 "tools/failure_frequency": (sum(dialogue.num_failures for dialogue in dialogues), num_calls),
@@ -159,7 +160,8 @@ class ToolLoop:
         """One more turn of this rank's dialogues; a row with less room than the longest is cut to its own."""
         prompts = [Prompt(d.index, (*d.prompt_ids, *d.token_ids), 1) for d in dialogues]
         sampling = replace(self._sampling, max_tokens=longest)
-        answers, stats = self._generator.generate(prompts, sampling, seed, policy_version)
+        with self._generator.other_prompts():
+            answers, stats = self._generator.generate(prompts, sampling, seed, policy_version)
         with self._collectives.failing_together("reading tool calls"):
             for dialogue, prompt, (answer,) in zip(dialogues, prompts, answers, strict=True):
                 room = self._room(dialogue)
