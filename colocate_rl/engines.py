@@ -127,9 +127,9 @@ def engine_dtype(args: GRPOConfig, policy_dtype: torch.dtype) -> str:
     return "float16" if args.fp16 else str(policy_dtype).removeprefix("torch.")
 
 
-def engine_seed(run_seed: int, engine: int, step: int) -> int:
-    """A seed that differs by run, engine and starting step, so that no two streams of samples repeat."""
-    return zlib.crc32(f"{run_seed}/{engine}/{step}".encode()) % 2**31
+def engine_seed(run_seed: int, engine: int, batch: int) -> int:
+    """A seed that differs by run, engine and generation batch, so that no two streams of samples repeat."""
+    return zlib.crc32(f"{run_seed}/{engine}/{batch}".encode()) % 2**31
 
 
 def checkpoint_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Size]:

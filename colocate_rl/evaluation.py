@@ -1,13 +1,13 @@
 """An evaluation: completions of held-out prompts by the engines, their rewards, and the loss they would have."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import MetricBuffer
@@ -26,6 +26,10 @@ class Evaluator:
     ref_logprobs: Callable[[RolloutBatch], torch.Tensor] | None
     """The reference's log-probabilities of a batch; None: no reference is needed."""
     collectives: Collectives
+    seed: Callable[[int], int | None]
+    """Of a generation batch of the evaluation, by its number; None: the engines' own streams."""
+    apart: Callable[[], AbstractContextManager[None]]
+    """Within it the engines are asked for other prompts than those of training."""
 
     def run(
         self, policy: nn.Module, batches: Iterable[Sequence[Row]], trainer_state: Any, after: Callable[[], None]
@@ -43,8 +47,8 @@ class Evaluator:
         """
         metrics, num_rows = MetricBuffer(), 0
         for number, rows in enumerate(batches):
-            seed = engines.engine_seed(self.args.seed, -2 - number, 0) if self.args.vllm_per_request_seeds else None
-            _, batch, _ = self.rollout.collect(rows, metrics, trainer_state=trainer_state, seed=seed)
+            with self.apart():
+                _, batch, _ = self.rollout.collect(rows, metrics, trainer_state=trainer_state, seed=self.seed(number))
             self._note_loss(policy, batch, metrics)
             num_rows += len(rows)
             after()

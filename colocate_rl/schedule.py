@@ -10,7 +10,7 @@ from colocate_rl.rollout.collect import Answered, Begun, Rollout, Row
 from colocate_rl.sync import WeightSync
 
 Seed = Callable[[int], int | None]
-"""Seed of a generation batch by its number; None for the engines' own streams."""
+"""Seed of a generation batch by its number; None: from the engines' own streams, which the call starts anew."""
 
 
 class Schedule(Protocol):
@@ -26,6 +26,14 @@ class Schedule(Protocol):
 
     def forget(self) -> None:
         """Leaves the engines free and drops what they were asked for: another run begins."""
+        ...
+
+    def hold(self) -> tuple[int, Answered] | None:
+        """:meth:`pause`, and the generation batch that waits for its turn, with its number; it still gets it."""
+        ...
+
+    def take(self, ahead: tuple[int, Answered] | None) -> None:
+        """Has what another process's :meth:`hold` gave wait for its turn."""
         ...
 
 
@@ -56,6 +64,13 @@ class Synchronous:
 
     def forget(self) -> None:
         """Nothing is ever kept."""
+
+    def hold(self) -> None:
+        """Nothing ever waits."""
+
+    def take(self, ahead: tuple[int, Answered] | None) -> None:
+        """See :meth:`Schedule.take`."""
+        assert ahead is None, "only a run with overlap='one_step' has a batch that waits, and only such a one takes it"
 
 
 class Streamed(Synchronous):
@@ -151,6 +166,15 @@ class OneStepAhead:
         """Waits for what is under way, and drops it."""
         self.pause()
         self._ready = None
+
+    def hold(self) -> tuple[int, Answered] | None:
+        """See :meth:`Schedule.hold`."""
+        self.pause()
+        return self._ready
+
+    def take(self, ahead: tuple[int, Answered] | None) -> None:
+        """See :meth:`Schedule.take`."""
+        self._ready = ahead
 
     def _has(self, number: int) -> bool:
         return number in [known[0] for known in (self._ahead, self._ready) if known is not None]

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, multiturn, preflight, progress, senders, settings, speedups, trackers
+from colocate_rl import engines, loaders, multiturn, preflight, progress, resume, senders, settings, speedups, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.evaluation import Evaluator
@@ -40,6 +40,7 @@ from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.runlog import RunLog
 from colocate_rl.runreport import RunReport
 from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
+from colocate_rl.seeding import SamplingStreams
 from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import adapters, compiling
@@ -169,6 +170,7 @@ class GRPOTrainer(Trainer):
         self._evaluated = self._logs_together = False
         self._buffer: list[RolloutBatch] = []
         self._streamed: StreamedBatch | None = None
+        self._resumed_from: Path | None = None
         assert args.steps_per_generation is not None
         self._positions = Positions(
             args.steps_per_generation, args.micro_batches_per_rollout, args.gradient_accumulation_steps
@@ -191,7 +193,7 @@ class GRPOTrainer(Trainer):
             self.engine = engines.policy_engine(
                 args, self.placement, self.collectives.rank, adapters.causal_lm(policy), self._generating, window
             )
-        generator = Generator(
+        self._generator = generator = Generator(
             self.placement,
             self.engine,
             self.collectives,
@@ -224,7 +226,9 @@ class GRPOTrainer(Trainer):
             gap_limit=settings.logprob_gap_limit(args, dtype),
             sender=sender,
         )
-        clock, seed = self._log.clock, self._rollout_seed
+        per_request = args.vllm_per_request_seeds
+        self._streams = SamplingStreams(self.engine, self.placement, self.collectives, args.seed, per_request)
+        clock, seed = self._log.clock, self._streams.begin_batch
         self._resampler = None
         if args.dynamic_sampling:
             self._resampler = Resampler(
@@ -242,7 +246,7 @@ class GRPOTrainer(Trainer):
 
     def _build_streamer(self) -> Streamed:
         assert self.args.steps_per_generation is not None
-        schedule = Streamed(self.rollout, self.weight_sync, self._log.clock, self._rollout_seed)
+        schedule = Streamed(self.rollout, self.weight_sync, self._log.clock, self._streams.begin_batch)
         self._streamer = Streamer(
             schedule,
             self.rollout,
@@ -260,10 +264,6 @@ class GRPOTrainer(Trainer):
         """How the policy runs where it generates itself: a token at a time, which layers are not compiled for."""
         with compiling.chosen(False), self.accelerator.autocast():
             yield
-
-    def _rollout_seed(self, number: int) -> int | None:
-        """Of generation batch ``number``, when completions shall not depend on the number of engines."""
-        return engines.engine_seed(self.args.seed, -1, number) if self.args.vllm_per_request_seeds else None
 
     # Data
 
@@ -324,10 +324,9 @@ class GRPOTrainer(Trainer):
                 lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
                 lambda: self.accelerator.no_sync(model),
             )
-            order = self._order_of_rows(len(rows))
-            self._streamed = self._streamer.train(
-                self._positions.batch_under_way, rows, order, self.state, runner, self._tokens_per_slice
-            )
+            number = self._positions.batch_under_way
+            order = self._order_of_rows(len(rows), number)
+            self._streamed = self._streamer.train(number, rows, order, self.state, runner, self._tokens_per_slice)
         if position + 1 < args.steps_per_generation:
             return torch.zeros((), device=args.device, requires_grad=True)
         assert self._streamed is not None
@@ -348,7 +347,7 @@ class GRPOTrainer(Trainer):
         rated = self.rollout.rate(answered, metrics, trainer_state=self.state)
         if self._resampler is not None:
             assert isinstance(self._feed, BatchFeed)
-            seed = self._rollout_seed(number)
+            seed = self._streams.request_seed(number)
             ask = partial(
                 self.rollout.sample, metrics=metrics, trainer_state=self.state, seed=seed, policy_version=step
             )
@@ -359,15 +358,14 @@ class GRPOTrainer(Trainer):
         self._log.note_staleness(rated.answered, step)
         counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         self._note_rollout(scored, counts, rated.answered.stats)
-        slices = batch.rows(self._order_of_rows(batch.num_rows)).split(args.steps_per_generation)
-        return [self._with_fixed_logprobs(part, number) for number, part in enumerate(slices)]
+        slices = batch.rows(self._order_of_rows(batch.num_rows, number)).split(args.steps_per_generation)
+        return [self._with_fixed_logprobs(part, position) for position, part in enumerate(slices)]
 
-    def _order_of_rows(self, num_rows: int) -> list[int]:
+    def _order_of_rows(self, num_rows: int, number: int) -> list[int]:
         """Shuffled where several optimizer steps share the rows; one step sees them all, groups stay together."""
         if not self._positions.several_updates:
             return list(range(num_rows))
-        order: list[int] = torch.randperm(num_rows).tolist()
-        return order
+        return self._streams.order(num_rows, number)
 
     def _with_fixed_logprobs(self, batch: RolloutBatch, position: int) -> RolloutBatch:
         """Adds the log-probabilities that do not change while the generation batch is used.
@@ -472,12 +470,14 @@ class GRPOTrainer(Trainer):
         policy.eval()
         self.schedule.pause()
         self.weight_sync.sync(self.state.global_step)
+        self._streams.begin_evaluation()
 
         def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
         ref_logprobs = self._ref_logprobs if self.args.beta != 0.0 else None
-        evaluator = Evaluator(self.args, self.rollout, self._objective, ref_logprobs, self.collectives)
+        sampling = (self._streams.evaluation_seed, self._generator.other_prompts)
+        evaluator = Evaluator(self.args, self.rollout, self._objective, ref_logprobs, self.collectives, *sampling)
         figures, total = evaluator.run(policy, dataloader, self.state, after_batch)
         values = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self._evaluated = True  # the next log is this evaluation's, whatever its prefix
@@ -538,15 +538,18 @@ class GRPOTrainer(Trainer):
         self._moving.end_step(self.accelerator.unwrap_model(self.model), self.state.global_step, self._log.metrics)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.collectives.failing_together("saving the objective"):
             if self.args.should_save:
-                folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                self._moving.save(Path(self._get_output_dir(trial=None)) / folder)
+                self._moving.save(folder)
+        if not self.args.save_only_model:
+            resume.save(folder, self._rollout_state(), self.args, self.collectives)
         super()._save_checkpoint(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         self._moving.load(Path(resume_from_checkpoint))
+        self._resumed_from = Path(resume_from_checkpoint)
         self.weight_sync.invalidate()
 
     def _load_best_model(self) -> None:
@@ -554,21 +557,35 @@ class GRPOTrainer(Trainer):
         self.weight_sync.invalidate()
 
     def resume_at(self, global_step: int) -> None:
-        """Puts the counters where an unbroken run would have them after ``global_step`` optimizer steps.
+        """Puts everything where an unbroken run would have it after ``global_step`` optimizer steps.
 
-        A generation batch that was in use is generated again, by the resumed weights, and its remaining micro-batches
-        are trained, so that each prompt is trained as often as in an unbroken run.
+        Without what :mod:`colocate_rl.resume` saves a generation batch in use is generated again, by the resumed
+        weights, and its remaining micro-batches are trained: each prompt is trained as often as in an unbroken run.
         """
-        args = self.args
-        self._positions.resume_at(loaders.micro_steps_at(args, self._feed, global_step))
+        self._positions.resume_at(loaders.micro_steps_at(self.args, self._feed, global_step))
         self._buffer = []
         self._streamed = None
         self.schedule.forget()
         self.weight_sync.invalidate()
-        with self.collectives.failing_together("seeding the engines"):
-            shard = self.placement.shard_of(self.collectives.rank)
-            if self.engine is not None and shard is not None and global_step > 0:
-                self.engine.reseed(engines.engine_seed(args.seed, shard.engine, global_step))
+        folder, self._resumed_from = self._resumed_from, None
+        if folder is not None:
+            self._take_up(resume.load(folder, self._positions.micro_step, self.args, self.collectives, self._rows_of))
+
+    def _take_up(self, state: resume.RolloutState | None) -> None:
+        self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
+        if state is not None:
+            self._buffer, self._tokens_per_slice = state.slices, state.tokens_per_slice
+            self._generator.expected.take(state.lengths)
+            self.schedule.take(state.ahead)
+
+    def _rollout_state(self) -> resume.RolloutState:
+        return resume.RolloutState(
+            self._positions.micro_step,
+            self._tokens_per_slice,
+            [] if self._positions.opens_batch else self._buffer,
+            self.schedule.hold(),
+            self._generator.expected.known,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Gives each epoch its own order of prompts, the same one after a resume; a stream does so itself."""

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import logging
+import random
 import tempfile
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
@@ -249,8 +251,10 @@ class VllmEngine:
 
     def reseed(self, seed: int) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.reseed`."""
-        with self._process.entered():
+        with self._process.entered():  # vLLM draws from all three, whichever its sampler is
             torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
 
     def close(self) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.close`."""

@@ -108,7 +108,8 @@ class FreeGenerator:
         start = sum(counts[: self._collectives.rank])  # each prompt is a group of its own, named by its place
         mine = [Prompt(start + place, ids, num_generations) for place, ids in enumerate(encoded)]
         seed = None if self._seed is None else zlib.crc32(f"{self._seed}/call {self._num_calls}".encode())
-        answers, stats = self._generator.generate(mine, sampling, seed)
+        with self._generator.other_prompts():
+            answers, stats = self._generator.generate(mine, sampling, seed)
         self._num_calls += 1
         self.stats += stats
         flat = [(ids, completion) for ids, answer in zip(encoded, answers, strict=True) for completion in answer]

@@ -4,10 +4,11 @@ Every rank runs the same code: gather the unique prompts, deal them to the engin
 work its share off, exchange the completions, pick its own. Rows are found by the index they carry, never by their text.
 """
 
+import contextlib
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,7 +102,7 @@ class Generator:
         self._collectives = collectives
         self._check_prompt = check_prompt
         self._capacity: int | None = None
-        self._expected = ExpectedLengths()
+        self.expected = ExpectedLengths()
         self._number = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._claims_folder: Path | None = None
@@ -140,7 +141,7 @@ class Generator:
             for group in groups:
                 self._check_prompt(len(group.token_ids), f"The prompt of row {group.index}")
         copies = [group.num_copies for group in groups]
-        dealt = plan(copies, self._expected.costs(groups), self._placement.num_engines, self._capacity)
+        dealt = plan(copies, self.expected.costs(groups), self._placement.num_engines, self._capacity)
         positions = [] if self._shard is None else dealt.of(self._shard.engine)
         work = Work(
             [_request(groups, dealt.parts[position], seed) for position in positions],
@@ -201,7 +202,7 @@ class Generator:
                 raise EngineError(f"{lost} of {sum(g.num_copies for g in pending.groups)} completions never came.")
         for group in pending.groups:
             copies = range(group.num_copies)
-            self._expected.note(group.index, [len(pending.completions[group.index, c].token_ids) for c in copies])
+            self.expected.note(group.index, [len(pending.completions[group.index, c].token_ids) for c in copies])
         spans = self._collectives.gather_ragged(torch.tensor([[span.start, span.end]], dtype=torch.float64))
         stats = []
         in_order = _tokens_in_order(pending)
@@ -221,6 +222,15 @@ class Generator:
     ) -> tuple[list[list[Completion]], list[EngineStats]]:
         """:meth:`begin` and :meth:`finish` in one call."""
         return self.finish(self.begin(prompts, sampling, policy_version=policy_version, seed=seed))
+
+    @contextlib.contextmanager
+    def other_prompts(self) -> Iterator[None]:
+        """Inside, indices name other prompts than the training set's: lengths of their completions are forgotten."""
+        expected, self.expected = self.expected, ExpectedLengths()
+        try:
+            yield
+        finally:
+            self.expected = expected
 
     def _next_claims(self) -> FileClaims:
         """A counter for this batch; that of the last one, whose engines have all finished, is removed."""

@@ -8,7 +8,7 @@ one engine cannot take what another would have started with; ``vllm_max_num_seqs
 concurrency for balance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from colocate_rl.balance import deal
@@ -105,6 +105,15 @@ class ExpectedLengths:
 
     def __init__(self) -> None:
         self._known: dict[int, float] = {}
+
+    @property
+    def known(self) -> dict[int, float]:
+        """Mean length of the last completions of each prompt, by its index."""
+        return dict(self._known)
+
+    def take(self, known: Mapping[int, float]) -> None:
+        """Expects what another one knew, and nothing else: a resumed run deals prompts as the unbroken one does."""
+        self._known = dict(known)
 
     def note(self, index: int, lengths: Sequence[int]) -> None:
         """Remembers the lengths of a prompt's completions."""

@@ -161,7 +161,8 @@ class ToolLoop:
         """One more turn of this rank's dialogues; a row with less room than the longest is cut to its own."""
         prompts = [Prompt(d.index, (*d.prompt_ids, *d.token_ids), 1) for d in dialogues]
         sampling = replace(self._sampling, max_tokens=longest)
-        answers, stats = self._generator.generate(prompts, sampling, seed, policy_version)
+        with self._generator.other_prompts():
+            answers, stats = self._generator.generate(prompts, sampling, seed, policy_version)
         with self._collectives.failing_together("reading tool calls"):
             for dialogue, prompt, (answer,) in zip(dialogues, prompts, answers, strict=True):
                 room = self._room(dialogue)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from colocate_rl import GRPOConfig, GRPOTrainer, engines
+from colocate_rl.resume import file_name
 from colocate_rl.rollout.records import RolloutBatch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
@@ -94,6 +95,7 @@ def test_old_logprobs_are_the_policys_at_rollout(
     if steps_per_generation * num_iterations > accumulation:
         assert whole.moved > 0
     for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}" / file_name(0)).unlink()  # so that a batch in use is generated again
         resumed = make(tmp_path, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumed.checked > 0
