@@ -110,10 +110,10 @@ def _prove(
     """Prepares the models; why they must run as they are, or None."""
     exact = policies.model_dtype(models[0]) == torch.float32 and not (args.bf16 or args.fp16)
     for model in models:
-        reason = prepare(model)
-        if reason is not None:
-            return reason
         try:
+            reason = prepare(model)
+            if reason is not None:
+                return reason
             found = selfcheck.compare(model, plain, faster)
         except Exception as error:  # whatever a model of another kind stumbles over: it runs as it is
             return f"fails {how} ({type(error).__name__}: {error})"
