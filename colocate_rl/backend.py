@@ -17,6 +17,7 @@ _ONLY_VLLM: Mapping[str, tuple[Any, ...]] = {
     "vllm_engine_kwargs": (None, {}),
     "vllm_model_impl": ("vllm",),
     "vllm_structured_outputs_regex": (None,),
+    "lora_sync": ("auto",),
     "overlap": ("none",),
 }
 """Settings that say something about engines, and the values that say nothing."""

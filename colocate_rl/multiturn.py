@@ -84,7 +84,7 @@ def check_template(
     """
     if wanted.toolbox is None:
         return
-    generation = model.generation_config if isinstance(model, PreTrainedModel) else _generation_config(model, config)
+    generation = _generation_config(model, config) if isinstance(model, str) else model.generation_config
     ends = policies.end_token_ids_of(generation, tokenizer)
     ToolFormat(tokenizer, wanted.schemas, ends, _template_kwargs(args))
 

@@ -11,7 +11,6 @@ from colocate_rl import backend, engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
-from colocate_rl.errors import ConfigError
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.collect import RolloutSettings
 from colocate_rl.training.aggregation import DENOMINATORS
@@ -88,18 +87,10 @@ def entropy_bonus(args: GRPOConfig) -> EntropyBonus | None:
 def moving_parts(
     args: GRPOConfig, collectives: Collectives, objective: Objective, reference: PreTrainedModel | None
 ) -> MovingParts:
-    """What of the objective moves while the run trains.
-
-    Raises:
-        ConfigError: when the reference is to follow the policy but is no model of its own.
-    """
+    """What of the objective moves while the run trains."""
     moving = None
     if args.sync_ref_model:
-        if reference is None:
-            raise ConfigError(
-                "sync_ref_model=True needs a reference model of its own, but here the policy without its adapters is "
-                "the reference, which does not move. Remove sync_ref_model, or train all weights."
-            )
+        assert reference is not None, "an adapter with sync_ref_model is refused before anything is loaded"
         moving = MovingReference(reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
     return MovingParts(collectives, moving, objective.bonus)
 

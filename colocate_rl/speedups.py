@@ -2,30 +2,70 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.training import attention, compiling, packing, selfcheck
+from colocate_rl.training import adapters, attention, compiling, packing, selfcheck
 from colocate_rl.training import policy as policies
 from colocate_rl.training.objective import Objective
 
 logger = logging.getLogger(__name__)
 
 
+AsReference = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which the policy, by its adapter alone, is the reference."""
+
+
+def decide(
+    args: GRPOConfig,
+    policy: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    objective: Objective,
+    collectives: Collectives,
+) -> Objective:
+    """Lets the models run without padding and compiled, where that is wanted, possible and proven to be the same.
+
+    Args:
+        args: the run's configuration.
+        policy: on its device, with or without adapter.
+        reference: a model of its own, or None.
+        objective: computes with padding, layers as they are.
+        collectives: every rank must call this; all of them decide alike.
+
+    Returns:
+        The objective to use.
+    """
+    models: list[Any] = [adapters.causal_lm(model) for model in (policy, reference) if model is not None]
+    as_reference = None
+    if isinstance(policy, PeftModel) and args.beta != 0.0:
+        as_reference = partial(adapters.reference_weights, policy)
+    objective = decide_packing(args, models, objective, collectives, as_reference)
+    return decide_compiling(args, models, objective, collectives, as_reference)
+
+
 def decide_packing(
-    args: GRPOConfig, models: Sequence[PreTrainedModel], objective: Objective, collectives: Collectives
+    args: GRPOConfig,
+    models: Sequence[PreTrainedModel],
+    objective: Objective,
+    collectives: Collectives,
+    as_reference: AsReference | None = None,
 ) -> Objective:
     """Lets rows pass through the models without padding where that is wanted, possible and proven to be the same.
 
     Args:
         args: the run's configuration.
-        models: policy and, where there is one, reference, on their device.
+        models: the causal language models of policy and, where there is one, reference, on their device.
         objective: computes with padding.
         collectives: every rank must call this; all of them decide alike.
+        as_reference: where the reference is the first model without its adapter.
 
     Returns:
         The objective to use.
@@ -42,7 +82,8 @@ def decide_packing(
         attention.install(model)
         return None
 
-    reason = _first_reason(collectives, lambda: _prove(args, models, prepare, objective, packed, "on packed rows"))
+    proof = _Proof(args, objective, packed, "on packed rows")
+    reason = _first_reason(collectives, lambda: proof.shortfall(models, prepare, as_reference))
     if reason is None:
         return packed
     for model in models:
@@ -58,15 +99,20 @@ def decide_packing(
 
 
 def decide_compiling(
-    args: GRPOConfig, models: Sequence[PreTrainedModel], objective: Objective, collectives: Collectives
+    args: GRPOConfig,
+    models: Sequence[PreTrainedModel],
+    objective: Objective,
+    collectives: Collectives,
+    as_reference: AsReference | None = None,
 ) -> Objective:
     """Compiles layers and head where that is wanted, possible and proven to be the same.
 
     Args:
         args: the run's configuration.
-        models: policy and, where there is one, reference, on their device.
+        models: the causal language models of policy and, where there is one, reference, on their device.
         objective: computes with the layers as they are.
         collectives: every rank must call this; all of them decide alike.
+        as_reference: where the reference is the first model without its adapter.
 
     Returns:
         The objective to use.
@@ -84,7 +130,8 @@ def decide_compiling(
         compiling.install(model)
         return None
 
-    reason = _first_reason(collectives, lambda: _prove(args, models, prepare, objective, compiled, "compiled"))
+    proof = _Proof(args, objective, compiled, "compiled")
+    reason = _first_reason(collectives, lambda: proof.shortfall(models, prepare, as_reference))
     if reason is None:
         return compiled
     for model in models:
@@ -99,32 +146,51 @@ def _first_reason(collectives: Collectives, find: Callable[[], str | None]) -> s
     return next((reason for reason in collectives.gather_objects(find()) if reason), None)
 
 
-def _prove(
-    args: GRPOConfig,
-    models: Sequence[PreTrainedModel],
-    prepare: Callable[[PreTrainedModel], str | None],
-    plain: Objective,
-    faster: Objective,
-    how: str,
-) -> str | None:
-    """Prepares the models; why they must run as they are, or None."""
-    exact = policies.model_dtype(models[0]) == torch.float32 and not (args.bf16 or args.fp16)
-    for model in models:
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """Shows that models compute the same two ways."""
+
+    args: GRPOConfig
+    plain: Objective
+    faster: Objective
+    how: str
+
+    def shortfall(
+        self,
+        models: Sequence[PreTrainedModel],
+        prepare: Callable[[PreTrainedModel], str | None],
+        as_reference: AsReference | None,
+    ) -> str | None:
+        """Prepares the models; why they must run as they are, or None."""
+        for model in models:
+            reason = self._difference(model, prepare)
+            if reason is not None:
+                return reason
+        if as_reference is None:
+            return None
+        with as_reference():  # a compiled layer must notice that an adapter is switched off
+            reason = self._difference(models[0])
+        return None if reason is None else f"{reason}, without its adapter"
+
+    def _difference(
+        self, model: PreTrainedModel, prepare: Callable[[PreTrainedModel], str | None] = lambda model: None
+    ) -> str | None:
+        exact = policies.model_dtype(model) == torch.float32 and not (self.args.bf16 or self.args.fp16)
         try:
             reason = prepare(model)
             if reason is not None:
                 return reason
-            found = selfcheck.compare(model, plain, faster)
+            found = selfcheck.compare(model, self.plain, self.faster)
         except Exception as error:  # whatever a model of another kind stumbles over: it runs as it is
-            return f"fails {how} ({type(error).__name__}: {error})"
+            return f"fails {self.how} ({type(error).__name__}: {error})"
         shortfall = found.shortfall(exact=exact)
         if shortfall is not None:
-            return f"computes something else {how}: {shortfall}"
+            return f"computes something else {self.how}: {shortfall}"
         logger.info(
             "%s %s: mean log-probability gap %.1e to the plain way, cosine of gradients %.6f",
             type(model).__name__,
-            how,
+            self.how,
             found.logprob_gap,
             found.gradient_cosine,
         )
-    return None
+        return None

@@ -24,8 +24,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from colocate_rl import engines, loaders, multiturn, preflight, progress, senders, settings, speedups, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
+from colocate_rl.evaluation import Evaluator
 from colocate_rl.hooks import SteadyHeap, StepHooks
-from colocate_rl.metrics import MetricBuffer, PhaseClock
+from colocate_rl.metrics import PhaseClock
+from colocate_rl.positions import Positions
 from colocate_rl.rollout.collect import Rollout, Row, Scored
 from colocate_rl.rollout.custom import FreeGenerator
 from colocate_rl.rollout.feed import BatchFeed
@@ -160,9 +162,7 @@ class GRPOTrainer(Trainer):
         clock.announce = progress.replace_bar(self, self.is_world_process_zero())
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
-        models = [adapters.causal_lm(model) for model in (policy, self.ref_model) if model is not None]
-        objective = speedups.decide_packing(args, models, with_padding, self.collectives)
-        self._objective = speedups.decide_compiling(args, models, objective, self.collectives)
+        self._objective = speedups.decide(args, policy, self.ref_model, with_padding, self.collectives)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
         with clock.phase(progress.BUILDING):
             self._build_engines(checked, longest, longer)
@@ -170,7 +170,10 @@ class GRPOTrainer(Trainer):
         self._evaluated = self._logs_together = False
         self._buffer: list[RolloutBatch] = []
         self._streamed: StreamedBatch | None = None
-        self._micro_step = self._micro_steps_since_update = 0
+        assert args.steps_per_generation is not None
+        self._positions = Positions(
+            args.steps_per_generation, args.micro_batches_per_rollout, args.gradient_accumulation_steps
+        )
         self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
 
     def _build_engines(self, checked: preflight.Checked, longest_prompt: int, longer: multiturn.Plan) -> None:
@@ -225,7 +228,12 @@ class GRPOTrainer(Trainer):
         clock, seed = self._log.clock, self._rollout_seed
         self._resampler = None
         if args.dynamic_sampling:
-            self._resampler = Resampler(self.collectives, self.reward_weights, args.max_resample_tries)
+            self._resampler = Resampler(
+                self.collectives,
+                self.reward_weights,
+                args.max_resample_tries,
+                aggregation=args.multi_objective_aggregation,
+            )
         self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
         self._streamer: Streamer | None = None
         if args.overlap == "stream":
@@ -297,13 +305,12 @@ class GRPOTrainer(Trainer):
         """The micro-batch to train on now; generates when the last generation batch is used up."""
         args = self.args
         assert args.steps_per_generation is not None
-        turn, position = self._micro_step % args.micro_batches_per_rollout, self._micro_step % args.steps_per_generation
-        streams = self._streamer is not None and turn < args.steps_per_generation
-        if not streams and (turn == 0 or not self._buffer):
+        position = self._positions.slice
+        streams = self._streamer is not None and self._positions.is_first_iteration
+        if not streams and (self._positions.opens_batch or not self._buffer):
             self._buffer = self._roll_out(inputs)
-        self._micro_step += 1
-        self._micro_steps_since_update += 1
-        return position, inputs if streams else self._buffer[position].to(args.device)
+        self._positions.advance()
+        return position, inputs if streams else self._buffer[position].to(self.args.device)
 
     def _streamed_loss(self, model: nn.Module, rows: list[Row], position: int) -> torch.Tensor:
         """Generates and trains on a batch's first turn, takes its last pass on the last; nothing is left between."""
@@ -318,9 +325,10 @@ class GRPOTrainer(Trainer):
                 lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
                 lambda: self.accelerator.no_sync(model),
             )
-            number = (self._micro_step - 1) // args.micro_batches_per_rollout
             order = self._order_of_rows(len(rows))
-            self._streamed = self._streamer.train(number, rows, order, self.state, runner, self._tokens_per_slice)
+            self._streamed = self._streamer.train(
+                self._positions.batch_under_way, rows, order, self.state, runner, self._tokens_per_slice
+            )
         if position + 1 < args.steps_per_generation:
             return torch.zeros((), device=args.device, requires_grad=True)
         assert self._streamed is not None
@@ -335,7 +343,7 @@ class GRPOTrainer(Trainer):
     def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
         args = self.args
         assert args.steps_per_generation is not None
-        number = self._micro_step // args.micro_batches_per_rollout
+        number = self._positions.batch
         step, metrics = self.state.global_step, self._log.metrics
         answered = self.schedule.next(number, rows, step)
         rated = self.rollout.rate(answered, metrics, trainer_state=self.state)
@@ -357,7 +365,7 @@ class GRPOTrainer(Trainer):
 
     def _order_of_rows(self, num_rows: int) -> list[int]:
         """Shuffled where several optimizer steps share the rows; one step sees them all, groups stay together."""
-        if self.args.micro_batches_per_rollout <= self.args.gradient_accumulation_steps:
+        if not self._positions.several_updates:
             return list(range(num_rows))
         order: list[int] = torch.randperm(num_rows).tolist()
         return order
@@ -368,15 +376,12 @@ class GRPOTrainer(Trainer):
         Old ones are computed only for micro-batches whose first turn comes after the policy has moved: before that the
         live ones are the same numbers, and are kept by :meth:`compute_loss` for later turns.
         """
-        args = self.args
-        assert args.steps_per_generation is not None
-        turn = (position - self._micro_step) % args.steps_per_generation  # micro-steps from now; a resume starts midway
         old = ref = None
-        if args.old_logprobs == "sampling":
+        if self.args.old_logprobs == "sampling":
             old = batch.sampling_logprobs
-        elif turn >= args.gradient_accumulation_steps - self._micro_steps_since_update:
+        elif self._positions.moves_before(position):
             old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()
-        if args.beta != 0.0:
+        if self.args.beta != 0.0:
             ref = self._ref_logprobs(batch)
         return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
 
@@ -466,33 +471,18 @@ class GRPOTrainer(Trainer):
         """Generates for every row through the engines, a generation batch at a time, and scores the completions."""
         policy = self.accelerator.unwrap_model(self.model)
         policy.eval()
-        metrics = MetricBuffer()
         self.schedule.pause()
         self.weight_sync.sync(self.state.global_step)
-        num_rows = 0
-        for number, rows in enumerate(dataloader):
-            seed = engines.engine_seed(self.args.seed, -2 - number, 0) if self.args.vllm_per_request_seeds else None
-            _, batch, _ = self.rollout.collect(rows, metrics, trainer_state=self.state, seed=seed)
-            self._evaluate_loss(policy, batch, metrics)
-            num_rows += len(rows)
+
+        def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        values = {f"{metric_key_prefix}_{name}": value for name, value in metrics.flush(self.collectives).items()}
-        total = int(self.collectives.sum(torch.tensor([num_rows])).item())
+
+        ref_logprobs = self._ref_logprobs if self.args.beta != 0.0 else None
+        evaluator = Evaluator(self.args, self.rollout, self._objective, ref_logprobs, self.collectives)
+        figures, total = evaluator.run(policy, dataloader, self.state, after_batch)
+        values = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self._evaluated = True  # the next log is this evaluation's, whatever its prefix
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=total)  # type: ignore[arg-type]
-
-    def _evaluate_loss(self, policy: nn.Module, batch: RolloutBatch, metrics: MetricBuffer) -> None:
-        size = self.args.per_device_eval_batch_size
-        most = int(self.collectives.max(torch.tensor([batch.num_rows])))
-        for start in range(0, most, size):  # as often on every rank: an objective may compare them
-            part = batch.rows(range(min(start, batch.num_rows), min(start + size, batch.num_rows)))
-            if self.args.beta != 0.0:
-                part = part.with_logprobs(ref_logprobs=self._ref_logprobs(part))
-            part = part.to(self.args.device)
-            with torch.no_grad():
-                loss, _ = self._objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
-            rows = torch.tensor(float(part.num_rows))
-            metrics.share("loss", loss.detach().cpu() * rows, rows)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``Trainer``; unlike an evaluation it logs nothing."""
@@ -545,7 +535,7 @@ class GRPOTrainer(Trainer):
     def end_step(self) -> None:
         """Logs the step that has just ended."""
         self._log.note_step()
-        self._micro_steps_since_update = 0
+        self._positions.end_step()
         self._moving.end_step(self.accelerator.unwrap_model(self.model), self.state.global_step, self._log.metrics)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -571,10 +561,9 @@ class GRPOTrainer(Trainer):
         are trained, so that each prompt is trained as often as in an unbroken run.
         """
         args = self.args
-        self._micro_step = loaders.micro_steps_at(args, self._feed, global_step)
+        self._positions.resume_at(loaders.micro_steps_at(args, self._feed, global_step))
         self._buffer = []
         self._streamed = None
-        self._micro_steps_since_update = 0
         self.schedule.forget()
         self.weight_sync.invalidate()
         with self.collectives.failing_together("seeding the engines"):

@@ -7,16 +7,19 @@ ranks see all rewards, so all of them replace the same groups by the same prompt
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.rollout.advantages import NO_SPREAD, group_advantages, weighted_sum
+from colocate_rl.rollout.advantages import NO_SPREAD, score_groups, weighted_sum
 from colocate_rl.rollout.collect import Answered, Rated, Row
 from colocate_rl.rollout.figures import group_positions
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 
+T = TypeVar("T")
 Ask = Callable[[Sequence[Row]], Rated]
 """Completions with their rewards for this rank's rows; every rank calls it alike, also without rows."""
 
@@ -28,11 +31,20 @@ class Resampler:
         collectives: of the training ranks.
         weights: of the reward functions, float32 [F].
         max_tries: most times that groups of one generation batch are replaced; the last ones are kept as they are.
+        aggregation: see :func:`colocate_rl.rollout.advantages.score_groups`; it says what a spread is.
     """
 
-    def __init__(self, collectives: Collectives, weights: torch.Tensor, max_tries: int) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        weights: torch.Tensor,
+        max_tries: int,
+        *,
+        aggregation: str = "sum_then_normalize",
+    ) -> None:
         self._collectives = collectives
         self._weights = weights
+        self._aggregation = aggregation
         self._max_tries = max_tries
 
     def refill(self, rated: Rated, spares: Iterable[Row], ask: Ask, metrics: MetricBuffer) -> tuple[Rated, list[Rated]]:
@@ -48,10 +60,10 @@ class Resampler:
             The batch (its figures of engines hold all tries), and this rank's rows that were replaced, try by try.
         """
         spares = iter(spares)
-        indices, totals = self._gather(rated)
-        flat = flat_groups(indices, totals)
+        indices, rewards = self._gather(rated)
+        flat = flat_groups(indices, rewards, self._weights, self._aggregation)
         metrics.mean("dynamic_sampling/frac_reward_zero_std", len(flat) / len(set(indices)))
-        metrics.mean("dynamic_sampling/reward", totals.nanmean())
+        metrics.mean("dynamic_sampling/reward", weighted_sum(rewards, self._weights).nanmean())
         dropped: list[Rated] = []
         num_prompts = 0
         while flat and len(dropped) < self._max_tries:
@@ -63,28 +75,30 @@ class Resampler:
             rated, gone = replaced(rated, swap, asked)
             dropped.append(gone)
             num_prompts += len(swap)
-            flat = flat_groups(*self._gather(rated))
+            flat = flat_groups(*self._gather(rated), self._weights, self._aggregation)
         metrics.mean("dynamic_sampling/tries", len(dropped))
         metrics.mean("dynamic_sampling/prompts", num_prompts)
         return rated, dropped
 
     def _gather(self, rated: Rated) -> tuple[list[int], torch.Tensor]:
-        """Prompt index and weighted reward of every rank's rows, rank by rank."""
+        """Prompt index and rewards, float32 [n, F], of every rank's rows, rank by rank."""
         indices = torch.tensor([row[PROMPT_INDEX] for row in rated.answered.rows], dtype=torch.float64)
-        totals = weighted_sum(rated.rewards, self._weights).double()
-        table = torch.cat(self._collectives.gather_ragged(torch.stack([indices, totals], dim=1)))
-        return table[:, 0].long().tolist(), table[:, 1]
+        table = torch.cat(self._collectives.gather_ragged(torch.cat([indices[:, None], rated.rewards.double()], dim=1)))
+        return table[:, 0].long().tolist(), table[:, 1:].float()
 
 
-def flat_groups(indices: Sequence[int], totals: torch.Tensor) -> list[int]:
-    """Prompt indices of the groups whose rewards are all equal, or missing, in order of appearance.
+def flat_groups(indices: Sequence[int], rewards: torch.Tensor, weights: torch.Tensor, aggregation: str) -> list[int]:
+    """Prompt indices of the groups that teach nothing, in order of appearance.
 
     Args:
         indices: prompt index of each row.
-        totals: [n] weighted rewards, NaN for none.
+        rewards: float32 [n, F], NaN for none.
+        weights: float32 [F].
+        aggregation: "sum_then_normalize": a group is flat when its weighted sums are all equal or missing;
+            "normalize_then_sum": when the sums of what each function says after scaling are.
     """
     positions = group_positions(indices)
-    spread = group_advantages(totals[positions], "none").group_std
+    spread = score_groups(rewards[positions], weights, aggregation=aggregation, scale_rewards="none").group_std
     firsts = positions[spread < NO_SPREAD, 0].tolist()
     return [indices[position] for position in firsts]
 
@@ -101,43 +115,70 @@ def replaced(rated: Rated, swap: Mapping[int, Row], asked: Rated) -> tuple[Rated
         The rows as they are now, and those that were replaced.
     """
     rows = rated.answered.rows
-    new = iter(range(len(rows), len(rows) + len(asked.answered.rows)))
-    both = _joined(rated, asked)
-    places = [next(new) if row[PROMPT_INDEX] in swap else place for place, row in enumerate(rows)]
     gone = [place for place, row in enumerate(rows) if row[PROMPT_INDEX] in swap]
-    return _chosen(both, places), _chosen(both, gone)
+    both = _joined(rated, asked, [*range(len(rows)), *gone])
+    new = iter(range(len(rows), len(rows) + len(gone)))
+    now = [next(new) if row[PROMPT_INDEX] in swap else place for place, row in enumerate(rows)]
+    return _chosen(both, now), _chosen(both, gone)
 
 
-def _joined(first: Rated, second: Rated) -> Rated:
-    """The rows of both; None where one of them lacks an extra column."""
+def _joined(first: Rated, second: Rated, places: list[int]) -> Rated:
+    """The rows of both; None where one of them lacks a column."""
     one, two = first.answered, second.answered
-    names = dict.fromkeys([*first.extras, *second.extras])
+    sizes = (len(one.rows), len(two.rows))
+    deals = bool(one.everyone and two.everyone)
     return Rated(
         Answered(
-            [*one.rows, *two.rows],
-            [*one.prompt_ids, *two.prompt_ids],
-            [*one.completions, *two.completions],
-            [*one.stats, *two.stats],
+            rows=[*one.rows, *two.rows],
+            prompt_ids=[*one.prompt_ids, *two.prompt_ids],
+            completions=[*one.completions, *two.completions],
+            stats=[*one.stats, *two.stats],
+            texts=None if one.texts is None and two.texts is None else [*first.texts, *second.texts],
+            columns=_joined_columns((one.columns, two.columns), sizes),
+            figures=_summed(one.figures, two.figures),
+            places=places,
+            prompts={**one.prompts, **two.prompts} if deals else {},
+            everyone={**one.everyone, **two.everyone} if deals else {},
         ),
         [*first.texts, *second.texts],
         torch.cat([first.rewards, second.rewards]),
-        {
-            name: [v for part in (first, second) for v in part.extras.get(name, [None] * len(part.texts))]
-            for name in names
-        },
+        _joined_columns((first.extras, second.extras), sizes),
     )
 
 
-def _chosen(rated: Rated, places: Sequence[int]) -> Rated:
+def _summed(
+    one: Mapping[str, tuple[float, float]], two: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    pairs = {name: (one.get(name, (0.0, 0.0)), two.get(name, (0.0, 0.0))) for name in [*one, *two]}
+    return {name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()}
+
+
+def _joined_columns(parts: Sequence[Mapping[str, list[Any]]], sizes: Sequence[int]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: [value for part, size in zip(parts, sizes, strict=True) for value in part.get(name, [None] * size)]
+        for name in names
+    }
+
+
+def _chosen(rated: Rated, chosen: Sequence[int]) -> Rated:
+    """Some rows; what is not about rows stays as it is."""
+
+    def of(values: Sequence[T]) -> list[T]:
+        return [values[number] for number in chosen]
+
     answered = rated.answered
     return Rated(
-        Answered(
-            [answered.rows[place] for place in places],
-            [answered.prompt_ids[place] for place in places],
-            [answered.completions[place] for place in places],
-            answered.stats,
+        replace(
+            answered,
+            rows=of(answered.rows),
+            prompt_ids=of(answered.prompt_ids),
+            completions=of(answered.completions),
+            texts=None if answered.texts is None else of(answered.texts),
+            columns={name: of(values) for name, values in answered.columns.items()},
+            places=of(answered.places),
         ),
-        [rated.texts[place] for place in places],
-        rated.rewards[list(places)],
-        {name: [values[place] for place in places] for name, values in rated.extras.items()},
+        of(rated.texts),
+        rated.rewards[list(chosen)],
+        {name: of(values) for name, values in rated.extras.items()},
     )

@@ -119,6 +119,8 @@ class ToolLoop:
                 "tools/call_frequency": (num_calls, len(dialogues)),
                 "tools/failure_frequency": (sum(dialogue.num_failures for dialogue in dialogues), num_calls),
             },
+            prompts={},
+            everyone={},  # of first turns; other ranks' dialogues are not known here
         )
 
     def _begin(self, asked: Asked) -> list[_Dialogue]:

@@ -56,6 +56,11 @@ def check_arguments(model: str | nn.Module, peft_config: Any, quantization_confi
     if isinstance(model, PeftModel):
         for name, config in model.peft_config.items():
             _check_config(f"adapter {name!r}", config, args.beta)
+    if args.sync_ref_model and (peft_config is not None or isinstance(model, PeftModel)):
+        raise ConfigError(
+            "sync_ref_model=True needs a reference model of its own, but here the policy without its adapter is the "
+            "reference, which does not move. Remove sync_ref_model, or train all weights."
+        )
     if quantization_config is not None:
         _check_quantization(model, peft_config, quantization_config, args)
 

@@ -12,6 +12,7 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.rollout.sampler import PROMPT_INDEX
@@ -39,14 +40,17 @@ def nothing(completions: list[str], **_: Any) -> list[float]:
 @dataclass(frozen=True, slots=True)
 class Refilled:
     scored: Scored
+    batch: RolloutBatch
     dropped: list[list[int]]
     asked: list[list[int]]
     figures: dict[str, float | None]
 
 
-def refill_on_rank(parts: Sequence[Sequence[Row]], num_engines: int, max_tries: int) -> Refilled:
+def refill_on_rank(
+    parts: Sequence[Sequence[Row]], num_engines: int, max_tries: int, deal_rows: bool = False
+) -> Refilled:
     collectives, metrics = Collectives(torch.device("cpu")), MetricBuffer()
-    rollout = make_rollout(num_engines, [flat_for_some, nothing])
+    rollout = make_rollout(num_engines, [flat_for_some, nothing], deal_rows=deal_rows)
     asked: list[list[int]] = []
     sample = partial(rollout.sample, metrics=metrics, trainer_state=None, seed=SEED)
 
@@ -57,10 +61,10 @@ def refill_on_rank(parts: Sequence[Sequence[Row]], num_engines: int, max_tries: 
     rated = sample(parts[collectives.rank])
     resampler = Resampler(collectives, rollout.rewards.weights, max_tries)
     rated, dropped = resampler.refill(rated, make_rows(SPARES), ask, metrics)
-    scored, batch = rollout.finish(rated, metrics)
-    assert torch.equal(batch.advantages, scored.advantages)
+    scored, batch = rollout.finish(rated, metrics, to_train=True)
+    assert deal_rows or torch.equal(batch.advantages, scored.advantages)
     gone = [[row[PROMPT_INDEX] for row in part.answered.rows] for part in dropped]
-    return Refilled(scored, gone, asked, metrics.flush(collectives))
+    return Refilled(scored, batch, gone, asked, metrics.flush(collectives))
 
 
 def indices(rows: Iterable[Row]) -> list[int]:
@@ -83,6 +87,35 @@ def test_ranks_replace_the_same_groups_as_one_process_would(
         assert all(result.figures[name] == alone.figures[name] for result in results), name
     assert alone.figures["dynamic_sampling/frac_reward_zero_std"] == pytest.approx(1 / 6)
     assert alone.figures["frac_reward_zero_std"] == 0
+
+
+def trained(batch: RolloutBatch) -> list[tuple[list[int], list[int], float]]:
+    """Prompt and completion ids and advantage of each row."""
+    rows = []
+    for ids, mask, completion, advantage in zip(
+        batch.input_ids, batch.attention_mask, batch.completion_mask, batch.advantages.tolist(), strict=True
+    ):
+        prompt = mask.bool() & ~completion.bool()
+        rows.append((ids[prompt].tolist(), ids[completion.bool()].tolist(), advantage))
+    return rows
+
+
+def test_what_replaced_groups_is_dealt_to_the_ranks_like_the_rest(ranks: Callable[[int], Ranks]) -> None:
+    results: list[Refilled] = ranks(3).run(refill_on_rank, cut(ROWS, (8, 8, 8)), 2, MAX_TRIES, True)
+    expected = [row for result in results for row in as_asked(result.scored)]
+    assert sorted(row for result in results for row in trained(result.batch)) == sorted(expected)
+    assert [result.batch.num_rows for result in results] == [8, 8, 8]
+    assert results[0].figures["balance/rank_tokens"] <= results[0].figures["balance/rank_tokens_before"]
+    assert any(trained(result.batch) != as_asked(result.scored) for result in results), "rows have moved"
+
+
+def as_asked(scored: Scored) -> list[tuple[list[int], list[int], float]]:
+    return [
+        (list(ids), list(completion.token_ids), advantage)
+        for ids, completion, advantage in zip(
+            scored.prompt_ids, scored.completions, scored.advantages.tolist(), strict=True
+        )
+    ]
 
 
 @pytest.mark.parametrize("max_tries", [1, 2])

@@ -143,13 +143,15 @@ def collect(
         generator,
         Rewards([seen_reward]),
         collectives,
-        RolloutSettings(sampling, PAD),
+        RolloutSettings(sampling, PAD, deal_rows=True),  # which dialogues are not
         PhaseClock(lambda: None),
         further=loop,
     )
     metrics = MetricBuffer()
     rows = parts[collectives.rank]
-    scored, batch, stats = rollout.collect(rows, metrics, trainer_state=None, seed=SEED, policy_version=7)
+    rated = rollout.sample(rows, metrics, trainer_state=None, seed=SEED, policy_version=7)
+    scored, batch = rollout.finish(rated, metrics, to_train=True)
+    stats = rated.answered.stats
     figures = metrics.flush(collectives)
     return Result(scored.completions, scored.texts, scored.rewards, batch, stats, figures, talker.max_lengths)
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import nn
 
 from colocate_rl import GRPOConfig, speedups
 from colocate_rl.collectives import Collectives
-from colocate_rl.training import compiling, head
+from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.training import adapters, compiling, head
 from colocate_rl.training.losses import LossSettings
 from colocate_rl.training.objective import Objective
+from tests.lora import lora_policy, move
 from tests.tiny import tiny_model
-from tests.unit.test_packing import RAGGED, gradients, make_batch, make_model
+from tests.unit.test_packing import RAGGED, assert_same_gradients, gradients, make_batch, make_model
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(300)]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
@@ -50,6 +53,34 @@ def test_values_and_gradients_are_the_same(packed: bool, checkpointing: bool) ->
         torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-5)
         for name, value in gradients(model, found).items():
             torch.testing.assert_close(value, gradient[name], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("frozen_copy", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_layers_notice_when_the_adapter_becomes_the_reference(packed: bool, frozen_copy: bool) -> None:
+    policy = lora_policy(make_model())
+    if frozen_copy:
+        adapters.add_reference(policy)
+        move(policy, 2)
+    model = adapters.causal_lm(policy)
+    batches = [make_batch(*RAGGED), make_batch((5, 9), (3, 3), (4, 11))]
+    plain, fast = objective(packed=packed), objective(packed=packed, compiled=True)
+
+    def both_ways(way: Objective, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        with adapters.reference_weights(policy):
+            under_reference = way.logprobs(model, batch)
+        return under_reference, way.logprobs(model, batch), gradients(model, way.statistics(model, model, batch))
+
+    expected = [both_ways(plain, batch) for batch in batches]
+    assert all(float((off - on).abs().max()) > 0.01 for off, on, _ in expected), "the adapter does something"
+    compiling.install(model)
+    for _ in range(2):  # the second time nothing is compiled anew
+        for batch, (off, on, gradient) in zip(batches, expected, strict=True):
+            found_off, found_on, found_gradient = both_ways(fast, batch)
+            torch.testing.assert_close(found_off, off, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found_on, on, rtol=1e-5, atol=1e-5)
+            assert_same_gradients(found_gradient, gradient)
 
 
 class Counted(nn.Module):
@@ -103,6 +134,29 @@ def test_a_model_that_passes_the_check_is_compiled(tmp_path: Path) -> None:
     model = tiny_model()
     assert decide(tmp_path, model, compile_layers=True).compiled
     assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+
+
+@needs_compiler
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_with_an_adapter_the_reference_is_proven_too(
+    tmp_path: Path, beta: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = lora_policy()
+    layer: Any = adapters.causal_lm(policy).get_submodule("model.layers.0.self_attn.q_proj")
+    args = GRPOConfig(str(tmp_path), use_cpu=True, compile_layers=True, beta=beta)
+    collectives = Collectives(args.device)
+    assert speedups.decide(args, policy, None, objective(), collectives).compiled
+    run = Objective.statistics
+
+    def wrong_without_adapter(way: Objective, *given: Any, **named: Any) -> Any:
+        found = run(way, *given, **named)
+        return replace(found, logprobs=found.logprobs + 1) if way.compiled and layer.disable_adapters else found
+
+    monkeypatch.setattr(Objective, "statistics", wrong_without_adapter)
+    with caplog.at_level(logging.WARNING, "colocate_rl"):
+        assert speedups.decide(args, policy, None, objective(), collectives).compiled == (beta == 0.0)
+    assert ("without its adapter" in caplog.text) == (beta != 0.0)
+    assert not layer.disable_adapters
 
 
 def test_the_word_of_transformers(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 import pytest
 
-from colocate_rl import GRPOConfig, GRPOTrainer, engines, grpo
+from colocate_rl import GRPOTrainer, engines, grpo, peft_flags
 from colocate_rl.errors import ConfigError
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
@@ -138,6 +138,7 @@ RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 4,
     },
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch", "beta": 0.0},
+    "lora": {"learning_rate": 1e-5, "model_init_kwargs": {"dtype": "bfloat16"}},
 }
 
 
@@ -168,9 +169,12 @@ def test_a_recipe_says_what_its_paper_says_and_trains(
     for setting, value in RECIPE_SETTINGS[name].items():
         assert getattr(recipe, setting) == value, setting
     flags = [f"--{setting}={value}" for setting, value in small.items()]
-    args: GRPOConfig = parsed("--model", "owner/model", "--config", file, *flags)
+    script, rest = grpo.parse_script(["--model", "owner/model", "--config", file, *flags])
+    adapter = peft_flags.lora_config(script)
+    assert (adapter is not None) is (name == "lora")
+    args = grpo._parse_config(script, rest)
     prompts = datasets.Dataset.from_dict({"prompt": [f"{number}=" for number in range(40)]})
-    trainer = GRPOTrainer(tiny_model(), even_ids, args, prompts, processing_class=tiny_tokenizer())
+    trainer = GRPOTrainer(tiny_model(), even_ids, args, prompts, processing_class=tiny_tokenizer(), peft_config=adapter)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "grad_norm" in line]
     assert len(lines) == 2

@@ -38,7 +38,7 @@ def is_logged(when: str, args: GRPOConfig, *, is_mixture: bool) -> bool:
         "with the correction for the engine's numerics": args.vllm_importance_sampling_correction,
         "`beta` is not 0": args.beta != 0,
         "the policy is a mixture of experts, and `router_aux_loss_coef` (or its own) is not 0": is_mixture,
-        "rows are dealt to ranks by their length: with every loss but bnpo": args.loss_type != "bnpo",
+        "there are several ranks, and the loss is not `bnpo`; not in evaluation": False,  # one process runs here
         "there are several engines; not in evaluation": args.num_vllm_gpus > 1,
         "with `dynamic_sampling`; not in evaluation": args.dynamic_sampling,
         "with tools": False,

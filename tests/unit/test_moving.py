@@ -1,6 +1,5 @@
 """What of the objective moves while a run trains: by hand, in a run, and over a resume."""
 
-import contextlib
 import json
 import math
 from pathlib import Path
@@ -9,15 +8,18 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import TrainerCallback
 
-from colocate_rl import GRPOConfig, GRPOTrainer, engines, settings
+from colocate_rl import GRPOConfig, GRPOTrainer, engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.metrics import MetricBuffer
+from colocate_rl.training import adapters
 from colocate_rl.training.moving import EntropyBonus, MovingParts, MovingReference
-from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.lora import lora_policy
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(240)]
@@ -129,9 +131,11 @@ def test_a_checkpoint_without_it_is_refused(tmp_path: Path) -> None:
 
 def test_adapters_leave_no_reference_that_could_follow(tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), per_device_train_batch_size=8, beta=0.1, sync_ref_model=True)
-    objective = settings.objective(args, tiny_config(), contextlib.nullcontext, ALONE)
     with pytest.raises(ConfigError, match="needs a reference model of its own"):
-        settings.moving_parts(args, ALONE, objective, None)
+        adapters.check_arguments("model", LoraConfig(), None, args=args)
+    with pytest.raises(ConfigError, match="needs a reference model of its own"):
+        adapters.check_arguments(lora_policy(), None, None, args=args)
+    adapters.check_arguments("model", None, None, args=args)
 
 
 # In a run

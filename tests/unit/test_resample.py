@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.collect import Answered, Rated
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.records import EngineStats
-from colocate_rl.rollout.resample import Resampler, flat_groups, replaced
+from colocate_rl.rollout.resample import Resampler, _joined, flat_groups, replaced
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 
 pytestmark = pytest.mark.unit
@@ -41,7 +42,19 @@ def test_flat_groups_have_equal_or_no_rewards() -> None:
     nan = math.nan
     indices = [7, 7, 3, 3, 9, 9, 1, 1, 4, 4, 3, 7, 9, 1, 4]
     totals = [1.0, 1.0, 0.5, 0.5, nan, nan, 2.0, nan, 0.1, 0.1, 0.6, 1.0, nan, 2.0, 0.1 + 1e-12]
-    assert flat_groups(indices, torch.tensor(totals, dtype=torch.float64)) == [7, 9, 1, 4]
+    assert flat_groups(indices, torch.tensor(totals)[:, None], torch.ones(1), "sum_then_normalize") == [7, 9, 1, 4]
+
+
+def test_what_is_flat_depends_on_how_rewards_are_put_together() -> None:
+    """Two functions that cancel out in the sum, and one whose small spread counts only after it is scaled."""
+    indices = [3, 3, 5, 5, 8, 8]
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 1.0], [0.0, 5.0], [2.0, 2.0], [2.0, 2.0]])
+    assert flat_groups(indices, rewards, WEIGHTS, "sum_then_normalize") == [3, 8]
+    # Scaled by group each of the functions of prompt 3 says +-0.707, and the weights are 1 and 0.5.
+    assert flat_groups(indices, rewards, WEIGHTS, "normalize_then_sum") == [8]
+    # With equal weights they cancel out once scaled (up to the epsilon in the divisor), whatever their size.
+    equal = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 5.0]])
+    assert flat_groups(indices[:4], equal, torch.ones(2), "normalize_then_sum") == [3]
 
 
 def test_new_rows_stand_where_the_old_ones_stood() -> None:
@@ -59,6 +72,42 @@ def test_new_rows_stand_where_the_old_ones_stood() -> None:
     assert [stat.num_prompts for stat in now.answered.stats] == [0, 1]
     assert gone.texts == ["5/0/0", "5/0/1", "2/0/4", "5/0/5", "2/0/6"]
     assert gone.rewards[:, 0].tolist() == [1, 1, 3, 1, 3]
+
+
+def test_every_field_goes_with_its_row() -> None:
+    def dialogue(index: int, call: int, size: int) -> Rated:
+        plain = rated([row(index)] * size, range(size), call)
+        everyone = {(index, copy): completion for copy, completion in enumerate(plain.answered.completions)}
+        answered = replace(
+            plain.answered,
+            texts=plain.texts,
+            columns={f"column {call}": [f"{index}/{place}" for place in range(size)], "both": [call] * size},
+            figures={"tools/calls": (float(size), 2.0 * size), f"only {call}": (1.0, 2.0)},
+            places=list(range(size)),
+            prompts={index: (index,)},
+            everyone=everyone,
+        )
+        return replace(plain, answered=answered)
+
+    first, second, new = dialogue(5, 0, 2), dialogue(8, 0, 2), dialogue(30, 1, 2)
+    before = replaced(first, {}, second)[0]
+    assert before.texts == first.texts, "nothing is swapped"
+    both = _joined(first, second, [0, 1, 2, 3])
+    now, gone = replaced(both, {5: row(30)}, new)
+    assert now.answered.texts == now.texts == ["30/1/0", "30/1/1", "8/0/0", "8/0/1"]
+    assert gone.answered.texts == gone.texts == ["5/0/0", "5/0/1"]
+    assert now.answered.columns == {
+        "column 0": [None, None, "8/0", "8/1"],
+        "column 1": ["30/0", "30/1", None, None],
+        "both": [1, 1, 0, 0],
+    }
+    assert (now.answered.places, gone.answered.places) == ([0, 1, 2, 3], [0, 1])
+    assert now.answered.figures == {"tools/calls": (6.0, 12.0), "only 0": (2.0, 4.0), "only 1": (1.0, 2.0)}
+    assert now.answered.prompts == {5: (5,), 8: (8,), 30: (30,)}
+    assert now.answered.everyone[30, 1] is new.answered.completions[1]
+    assert {f.name for f in fields(Answered)} == {
+        "rows", "prompt_ids", "completions", "stats", "texts", "columns", "figures", "places", "prompts", "everyone",
+    }, "a new field must be filled too"  # fmt: skip
 
 
 def refill(

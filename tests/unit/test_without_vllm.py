@@ -88,6 +88,7 @@ def test_completions_come_from_the_policy_as_it_is(tmp_path: Path) -> None:
         ({"vllm_structured_outputs_regex": "a"}, "vllm_structured_outputs_regex"),
         ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
         ({"overlap": "one_step"}, "overlap='one_step'"),
+        ({"lora_sync": "adapter"}, "lora_sync='adapter'"),
         ({"generation_kwargs": {"bad_words": ["x"]}}, "'bad_words', which does nothing with use_vllm=False"),
         ({"generation_kwargs": {"num_beams": 2}}, "'num_beams'"),
         ({"generation_kwargs": {"temperature": 2.0}}, "Set temperature instead"),

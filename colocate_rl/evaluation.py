@@ -1,0 +1,64 @@
+"""An evaluation: completions of held-out prompts by the engines, their rewards, and the loss they would have."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from colocate_rl import engines
+from colocate_rl.collectives import Collectives
+from colocate_rl.config import GRPOConfig
+from colocate_rl.metrics import MetricBuffer
+from colocate_rl.rollout.collect import Rollout, Row
+from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.training.objective import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """What every evaluation of a run needs."""
+
+    args: GRPOConfig
+    rollout: Rollout
+    objective: Objective
+    ref_logprobs: Callable[[RolloutBatch], torch.Tensor] | None
+    """The reference's log-probabilities of a batch; None: no reference is needed."""
+    collectives: Collectives
+
+    def run(
+        self, policy: nn.Module, batches: Iterable[Sequence[Row]], trainer_state: Any, after: Callable[[], None]
+    ) -> tuple[dict[str, float | None], int]:
+        """Generates for every row, a generation batch at a time; every rank must call it.
+
+        Args:
+            policy: unwrapped, in evaluation mode; the engines have its weights.
+            batches: this rank's rows.
+            trainer_state: handed to the reward functions.
+            after: called after each generation batch.
+
+        Returns:
+            All ranks' figures, and the number of their rows.
+        """
+        metrics, num_rows = MetricBuffer(), 0
+        for number, rows in enumerate(batches):
+            seed = engines.engine_seed(self.args.seed, -2 - number, 0) if self.args.vllm_per_request_seeds else None
+            _, batch, _ = self.rollout.collect(rows, metrics, trainer_state=trainer_state, seed=seed)
+            self._note_loss(policy, batch, metrics)
+            num_rows += len(rows)
+            after()
+        return metrics.flush(self.collectives), int(self.collectives.sum(torch.tensor([num_rows])).item())
+
+    def _note_loss(self, policy: nn.Module, batch: RolloutBatch, metrics: MetricBuffer) -> None:
+        size = self.args.per_device_eval_batch_size
+        most = int(self.collectives.max(torch.tensor([batch.num_rows])))
+        for start in range(0, most, size):  # as often on every rank: an objective may compare them
+            part = batch.rows(range(min(start, batch.num_rows), min(start + size, batch.num_rows)))
+            if self.ref_logprobs is not None:
+                part = part.with_logprobs(ref_logprobs=self.ref_logprobs(part))
+            part = part.to(self.args.device)
+            with torch.no_grad():
+                loss, _ = self.objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
+            rows = torch.tensor(float(part.num_rows))
+            metrics.share("loss", loss.detach().cpu() * rows, rows)
