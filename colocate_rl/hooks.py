@@ -52,8 +52,8 @@ class StepHooks(TrainerCallback):
 class SteadyHeap(TrainerCallback):
     """Takes what a run has made by the end of its first step out of Python's garbage collection, until the run ends.
 
-    Libraries, compiled code and an engine are a million objects that stay. Every full collection walks over all of them,
-    and decoding makes objects fast enough to bring such collections about.
+    Libraries, compiled code and an engine are a million objects that stay. Every full collection walks over all of
+    them, and decoding makes objects fast enough to bring such collections about.
     """
 
     def __init__(self) -> None:
