@@ -6,6 +6,7 @@ process, and every rank must call it (no collective ever stands inside ``if host
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from colocate_rl.errors import PeerError
+
+LET_GO_S = 0.2
+"""Seconds that gloo's threads get to let go of a run's last collective; on an idle core they need microseconds."""
 
 
 class Collectives:
@@ -112,6 +116,19 @@ class Collectives:
             f"rank {self.rank} stops because rank {ranks[0]} failed while {phase} ({texts[ranks[0]]}); the cause is "
             "shown by that rank."
         ) from None
+
+
+def leave() -> None:
+    """Takes this process out of its group, as the last thing of a run that has ended well.
+
+    A thread of gloo's holds the tensors of the last collective for a moment after it has returned. If it lets go of
+    them while the interpreter is being torn down, it waits for a lock that nobody gives any more, and the process
+    aborts ("terminate called without an active exception"). A group waits for its threads as it goes, but it goes only
+    with the last model that was wrapped for it, so they are given a moment too.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(LET_GO_S)
 
 
 def _silence_peer_errors() -> None:

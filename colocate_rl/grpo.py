@@ -192,7 +192,7 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     args = _parse_config(script, rest)
     from transformers import PrinterCallback
 
-    from colocate_rl.collectives import Collectives
+    from colocate_rl.collectives import Collectives, leave
     from colocate_rl.data import FILE_FORMATS, load_rows
     from colocate_rl.trainer import GRPOTrainer
 
@@ -239,6 +239,7 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     trainer.save_model()
     trainer.save_state()
     trainer.close()
+    leave()
 
 
 def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfig":

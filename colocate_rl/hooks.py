@@ -67,7 +67,11 @@ class SteadyHeap(TrainerCallback):
             self._frozen = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The objects may go with whoever held them."""
+        """The run has ended by itself."""
+        self.thaw()
+
+    def thaw(self) -> None:
+        """The objects may go with whoever held them; may be called twice."""
         if self._frozen:
             gc.unfreeze()
             self._frozen = False

@@ -163,8 +163,9 @@ class OneStepAhead:
             self._ready = (number, self._rollout.wait(begun))
 
     def forget(self) -> None:
-        """Waits for what is under way, and drops it."""
-        self.pause()
+        """Waits for what is under way, and drops it; it may be the engines' failure."""
+        with contextlib.suppress(EngineError, PeerError):
+            self.pause()
         self._ready = None
 
     def hold(self) -> tuple[int, Answered] | None:

@@ -27,7 +27,7 @@ class Sender(Protocol):
 
 
 class WholeSender:
-    """Sends every tensor each time.
+    """Offers every tensor each time, one by one: an engine that is the policy itself takes none.
 
     Args:
         policy: the unwrapped policy.
@@ -38,7 +38,7 @@ class WholeSender:
 
     def send(self, engine: Engine) -> None:
         """See :class:`Sender`."""
-        engine.load_weights([(tensor.name, tensor.base()) for tensor in policy_tensors(self._policy)])
+        engine.load_weights((tensor.name, tensor.base()) for tensor in policy_tensors(self._policy))
 
     def forget(self) -> None:
         """See :class:`Sender`."""
@@ -65,7 +65,7 @@ class LoraSender:
         """See :class:`Sender`."""
         adapter = self._policy.active_adapter
         if not isinstance(engine, LoraEngine):
-            engine.load_weights([(tensor.name, tensor.current(adapter)) for tensor in policy_tensors(self._policy)])
+            engine.load_weights((tensor.name, tensor.current(adapter)) for tensor in policy_tensors(self._policy))
             return
         if not self._tensors:
             tensors = policy_tensors(self._policy)

@@ -163,7 +163,7 @@ class _Proof:
     ) -> str | None:
         """Prepares the models; why they must run as they are, or None."""
         for model in models:
-            reason = prepare(model) or self._difference(model)
+            reason = self._difference(model, prepare)
             if reason is not None:
                 return reason
         if as_reference is None:
@@ -172,9 +172,14 @@ class _Proof:
             reason = self._difference(models[0])
         return None if reason is None else f"{reason}, without its adapter"
 
-    def _difference(self, model: PreTrainedModel) -> str | None:
+    def _difference(
+        self, model: PreTrainedModel, prepare: Callable[[PreTrainedModel], str | None] = lambda model: None
+    ) -> str | None:
         exact = policies.model_dtype(model) == torch.float32 and not (self.args.bf16 or self.args.fp16)
         try:
+            reason = prepare(model)
+            if reason is not None:
+                return reason
             found = selfcheck.compare(model, self.plain, self.faster)
         except Exception as error:  # whatever a model of another kind stumbles over: it runs as it is
             return f"fails {self.how} ({type(error).__name__}: {error})"

@@ -143,6 +143,7 @@ class GRPOTrainer(Trainer):
             policy.enable_input_require_grads()  # else nothing before the first adapter would ask for a gradient
         self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
         policies.set_pad_token(policy, policies.pad_token_id(checked.tokenizer))
+        self._heap = SteadyHeap()
         super().__init__(
             model=policy,
             args=args,
@@ -150,7 +151,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=checked.tokenizer,
-            callbacks=[StepHooks(self), SteadyHeap(), RunReport(checked.placement), *(callbacks or [])],
+            callbacks=[StepHooks(self), self._heap, RunReport(checked.placement), *(callbacks or [])],
             optimizers=optimizers,
         )
         self.args: GRPOConfig
@@ -594,6 +595,7 @@ class GRPOTrainer(Trainer):
 
     def close(self) -> None:
         """Frees the engine and the reward workers of this rank; the trained model stays usable."""
+        self._heap.thaw()  # an interrupted run has not
         self.rollout.rewards.close()
         if self.engine is not None:
             self.engine.close()

@@ -237,6 +237,7 @@ class BackgroundEngine:
             self._pending = False
             raise
         except BaseException:  # an interrupt: the answer to come must never be taken for a later call's
+            self._pending = False
             if self._process is not None:
                 self._process.kill()
             raise

@@ -94,7 +94,7 @@ class PromptCodec:
         """A prompt as one string, for tables."""
         if isinstance(prompt, str):
             return prompt
-        return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
 
 
 def check_prompt_length(length: int, *, limit: int | None, where: str) -> None:

@@ -1,6 +1,7 @@
 """The garbage collector during a run."""
 
 import gc
+import weakref
 
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -30,3 +31,19 @@ def test_what_a_run_has_made_is_left_alone_until_it_ends() -> None:
     assert gc.collect() > 0, "later garbage is still collected"
     heap.on_train_end(*told)
     assert gc.get_freeze_count() == 0
+
+
+def test_an_interrupted_run_can_be_thawed() -> None:
+    heap = SteadyHeap()
+    cycle = Part()
+    cycle.other = cycle
+    freed: list[str] = []
+    weakref.finalize(cycle, freed.append, "freed")
+    heap.on_step_end(TrainingArguments, TrainerState(), TrainerControl())
+    del cycle
+    gc.collect()
+    assert not freed
+    heap.thaw()
+    heap.thaw()
+    gc.collect()
+    assert freed

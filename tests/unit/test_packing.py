@@ -593,6 +593,18 @@ def test_the_choice_on_a_cpu(tmp_path: Path) -> None:
     assert model.config._attn_implementation == attention.NAME
 
 
+def test_what_fails_while_a_model_is_prepared_is_a_reason_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks exchange their reasons: one that raised instead would leave the others waiting."""
+
+    def refuse(_: PreTrainedModel) -> None:
+        raise ValueError("told to fail")
+
+    monkeypatch.setattr(attention, "install", refuse)
+    assert not decide(tmp_path, tiny_model(), padding_free=True).packed
+
+
 def test_a_model_that_must_keep_its_padding_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=16), dtype=torch.float32)
     with caplog.at_level(logging.INFO, "colocate_rl"):

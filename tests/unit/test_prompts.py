@@ -167,3 +167,9 @@ def test_a_prompt_must_leave_room_for_one_token() -> None:
         text = str(caught.value)
         assert text.startswith(f"row 3: the prompt has {length} tokens")
         assert "holds 10" in text
+
+
+def test_a_table_shows_prompts_whose_messages_only_call_tools() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    prompt = [CHAT[1], {"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": None}]
+    assert PromptCodec(bos_tokenizer()).prompt_text(prompt) == "user: 1+1\nassistant: \nassistant: "

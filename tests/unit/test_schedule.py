@@ -113,3 +113,18 @@ def test_synchronous_trains_what_the_current_weights_sampled() -> None:
         assert plan.next(step, rows(step), step).completions[0].policy_version == step
         plan.pause()
     assert engines.events[:4] == ["sync 0", "begin 0", "got 0", "sync 1"]
+
+
+def test_what_failed_in_the_background_of_a_broken_off_run_does_not_end_the_next() -> None:
+    engines = Engines()
+    plan = schedule(engines)
+    train(plan, engines, 2)
+
+    def fail(begun: Any) -> Answered:
+        engines.busy = None
+        raise EngineError("told to fail")
+
+    engines.wait = fail  # type: ignore[method-assign]
+    plan.forget()
+    del engines.wait
+    assert train(plan, engines, 2, first=5) == [0, 1]
