@@ -65,9 +65,11 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# Tests of one process run side by side, one on each core; those that start ranks and engines need the cores themselves.
 # pytest comes last: its closing line is the last line of the output.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit --numprocesses logical --quiet $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore tests/unit $(PYTEST_ARGS)
 
 format: env
 	$(BIN)/ruff check --fix .
