@@ -38,7 +38,6 @@ def rewarded(completions: list[Any], **_: Any) -> list[float]:
         ({"rollout_func": nothing}, "one_step", "Set overlap='none'"),
         ({"tools": [3]}, "none", "cannot be described"),
     ],
-    ids=str,
 )
 def test_what_does_not_go_together(tmp_path: Path, given: dict[str, Any], overlap: str, words: str) -> None:
     args = GRPOConfig(str(tmp_path), overlap=overlap)
