@@ -98,9 +98,9 @@ def test_dynamic_sampling_trains_groups_with_a_spread(tmp_path: Path, make: Any)
     batches: list[list[int]] = []
     finish = trainer.rollout.finish
 
-    def watch(rated: Any, metrics: Any) -> Any:
+    def watch(rated: Any, metrics: Any, **how: Any) -> Any:
         batches.append([row[PROMPT_INDEX] for row in rated.answered.rows])
-        return finish(rated, metrics)
+        return finish(rated, metrics, **how)
 
     trainer.rollout.finish = watch
     trainer.train()
