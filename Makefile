@@ -21,11 +21,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-versio
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint format clean
+.PHONY: help env demo test test-all lint format clean
 
 help:
 	@echo "make demo     train a tiny model with GRPO here (SEED=$(SEED)); no GPU needed"
-	@echo "make test     lint, then every test that this machine can run"
+	@echo "make test     lint, then the tests (without a GPU, without the slow runs: about 20 minutes on two cores)"
+	@echo "make test-all the slow runs too"
 	@echo "make lint     ruff, mypy and the import contracts"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make env      only the environment: .venv from $(LOCK)"
@@ -68,6 +69,11 @@ lint: env
 # Tests of one process run side by side, one on each core; those that start ranks and engines need the cores themselves.
 # pytest comes last: its closing line is the last line of the output.
 test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit --numprocesses logical --quiet $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore tests/unit -m "not gpu and not slow" $(PYTEST_ARGS)
+
+# Also the long runs with engines (marker `slow`), which repeat with more settings what the shorter ones show.
+test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit --numprocesses logical --quiet $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --ignore tests/unit $(PYTEST_ARGS)
 

@@ -1,8 +1,8 @@
 """The output head: log-probabilities and entropies from hidden states, a chunk of tokens at a time.
 
 Logits of all tokens never exist. The head is applied to one chunk in the forward pass and again in the backward pass;
-what follows the matrix product is written as two pure functions (:func:`summarise`, :func:`pull`), which a GPU runs as
-one or two compiled kernels instead of a dozen passes over chunk x vocabulary.
+what follows the matrix product is written as two functions (:func:`summarise`, :func:`pull`), which a GPU runs as one
+or two compiled kernels instead of a dozen passes over chunk x vocabulary. Uncompiled they work in place on one copy.
 """
 
 import functools
@@ -60,10 +60,10 @@ class Curve:
 
     def apply(self, raw: torch.Tensor) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Float32 logits z [n, V], and dz/dy."""
-        scaled = raw.float() * self.factor
+        scaled = raw.to(torch.float32, copy=True).mul_(self.factor)
         if self.ceiling is None:
             return scaled, self.factor
-        bent = (scaled / self.ceiling).tanh()
+        bent = scaled.div_(self.ceiling).tanh_()
         return bent * self.ceiling, (1 - bent.square()) * self.factor
 
 
@@ -73,8 +73,8 @@ def summarise(
     """Of raw logits [n, V] and targets int64 [n]: log-probabilities, entropies, normalisers; float32 [n] each."""
     logits, _ = curve.apply(raw)
     normaliser = logits.logsumexp(-1)
-    log_p = logits - normaliser[:, None]
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1), normaliser
+    log_p = logits.sub_(normaliser[:, None])
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -log_p.exp().mul_(log_p).sum(-1), normaliser
 
 
 def pull(
@@ -91,12 +91,21 @@ def pull(
     With p = softmax(z): d logp / dz = onehot - p, and dH / dz = -p (log p + H) for the entropy H.
     """
     logits, slope = curve.apply(raw)
-    log_p = logits - normaliser[:, None]
-    weight = grad[:, None]
-    if grad_entropy is not None:
-        weight = weight + grad_entropy[:, None] * (log_p + entropy[:, None])
-    chosen = torch.arange(raw.shape[-1], device=raw.device)[None] == targets[:, None]
-    return ((torch.where(chosen, grad[:, None], 0.0) - log_p.exp() * weight) * slope).to(raw.dtype)
+    log_p = logits.sub_(normaliser[:, None])
+    if grad_entropy is None:
+        delta = log_p.exp_().mul_(-grad[:, None])
+    else:
+        weight = (log_p + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None])
+        delta = log_p.exp_().mul_(weight).neg_()
+    return _with_targets(delta, targets, grad).mul_(slope).to(raw.dtype)
+
+
+def _with_targets(delta: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Adds each row's gradient at its target: in place, or, where all of it becomes one kernel, as part of that."""
+    if torch.compiler.is_compiling():
+        chosen = torch.arange(delta.shape[-1], device=delta.device)[None] == targets[:, None]
+        return delta + torch.where(chosen, grad[:, None], 0.0)
+    return delta.scatter_add_(-1, targets[:, None], grad[:, None])
 
 
 @functools.cache

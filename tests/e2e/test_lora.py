@@ -32,7 +32,7 @@ def steps_of(launcher: Launcher) -> list[dict[str, Any]]:
     return [record for record in records if "step_time" in record]
 
 
-@pytest.mark.parametrize("sync", ["merged", "adapter"])
+@pytest.mark.parametrize("sync", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_an_adapter_is_trained_saved_and_resumed(launcher: Launcher, sync: str) -> None:
     done = launcher(2, **LORA, lora_sync=sync)
     assert done.status == 0, done.text[-4000:]
@@ -64,6 +64,7 @@ def test_an_adapter_is_trained_saved_and_resumed(launcher: Launcher, sync: str) 
         assert (tensor - trained[name]).abs().max() < 1e-4, name
 
 
+@pytest.mark.slow
 def test_engines_in_child_processes_follow_an_adapter_while_groups_are_streamed(launcher: Launcher) -> None:
     done = launcher(2, **{**LORA, "save_strategy": "no"}, overlap="stream")
     assert done.status == 0, done.text[-4000:]

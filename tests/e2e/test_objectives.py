@@ -30,6 +30,7 @@ def test_a_recipe_trains(launcher: Launcher) -> None:
     assert all(record["sampling/sampling_logp_difference/mean"] < 1e-3 for record in steps if "reward" in record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["none", "one_step"])
 def test_everything_that_moves(launcher: Launcher, overlap: str) -> None:
     settings = {

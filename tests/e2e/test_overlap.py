@@ -47,7 +47,7 @@ def test_one_step_trains_evaluates_and_stays_one_version_behind(launcher: Launch
     assert not engines_of(launcher)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stream_trains_evaluates_resumes_and_stays_on_policy(launcher: Launcher, num_processes: int) -> None:
     settings: dict[str, object] = {
         "overlap": "stream",

@@ -92,6 +92,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 def test_a_streamed_file_trains_and_resumes(launcher: Launcher) -> None:
     settings: dict[str, object] = {
         "save_strategy": "steps",
