@@ -39,7 +39,7 @@ def _find(name: str) -> RewardFunction:
     if attribute in rewards.__all__ and not colon and module_name in ("", "trl.rewards", rewards.__name__):
         ready: RewardFunction = getattr(rewards, attribute)
         return ready
-    if not (module_name and attribute):
+    if not (module_name and attribute) or attribute == "py":  # the last: a file's name is not a module's
         raise ConfigError(
             f"Reward function {name!r} is not of the form package.module:function, and none of the ready ones: "
             f"{', '.join(rewards.__all__)}."
