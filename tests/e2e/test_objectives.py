@@ -17,6 +17,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [record for record in records if "step_time" in record]
 
 
+@pytest.mark.slow
 def test_a_recipe_trains(launcher: Launcher) -> None:
     """GSPO: batches used for four updates, so ratios leave 1, and their range of 4e-4 is soon left too."""
     recipe = REPOSITORY / "examples/recipes/gspo.yaml"

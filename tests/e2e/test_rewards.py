@@ -39,6 +39,7 @@ def launch(launcher: Launcher, *more: str, **changes: object) -> Any:
     return launcher.run([*start, *launcher.flags(**changes), *more])
 
 
+@pytest.mark.slow
 def test_models_ready_rewards_and_workers_that_lose_calls(launcher: Launcher) -> None:
     (launcher.folder / "tricky_rewards.py").write_text(TRICKY)
     reward_model().save_pretrained(launcher.folder / "judge")

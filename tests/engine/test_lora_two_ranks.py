@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 def test_an_engine_of_two_shards_follows_the_adapter_of_two_ranks(tmp_path: Path) -> None:
