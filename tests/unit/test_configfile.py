@@ -178,5 +178,5 @@ def test_a_recipe_says_what_its_paper_says_and_trains(
     trainer.train()
     lines = [line for line in trainer.state.log_history if "grad_norm" in line]
     assert len(lines) == 2
-    assert lines[0]["grad_norm"] > 0
+    assert all(line["grad_norm"] > 0 for line in (lines[:1] if name == "gspo" else lines))
     assert all(line["grad_norm"] < 1e4 for line in lines), "0 is right for GSPO, which may clip a whole second update"

@@ -128,13 +128,15 @@ def assert_same_gradients(
         )
 
 
-def check_against_padded(model: PreTrainedModel, batch: RolloutBatch, wrapper: nn.Module | None = None) -> None:
+def check_against_padded(
+    model: PreTrainedModel, batch: RolloutBatch, wrapper: nn.Module | None = None, tolerance: float = 1e-5
+) -> None:
     padded = statistics(model, batch, packed=False)
     expected = gradients(model, padded)
     packed = statistics(model, batch, packed=True, wrapper=wrapper)
     torch.testing.assert_close(packed.logprobs, padded.logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed.entropy, padded.entropy, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(gradients(model, packed), expected)
+    assert_same_gradients(gradients(model, packed), expected, tolerance)
     if bool(batch.completion_mask.any()):
         assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0
 
@@ -187,7 +189,7 @@ def test_shared_prompts_are_computed_once_with_the_same_result(
     prompts = {prompt: length for prompt, length, _ in SHARED[rows]}
     assert packed.input_ids.shape[1] == sum(prompts.values()) + int(batch.completion_mask.sum())
     assert packed.keys is not None
-    check_against_padded(make_model(), batch)
+    check_against_padded(make_model(), batch, tolerance=1e-4)  # prompts sum their gradients in another order
 
 
 def test_tokens_between_completion_tokens_stay_with_their_row() -> None:
