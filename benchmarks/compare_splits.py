@@ -169,14 +169,16 @@ def figures(result: dict[str, Any], work: Work, num_devices: int) -> dict[str, A
     assert generate is not None
     assert train is not None
     for record in counted:
-        if round(record["sampled_tokens"]) != work.new_tokens_per_step:
+        if not work.mean_tokens and round(record["sampled_tokens"]) != work.new_tokens_per_step:
             raise WorkError(
                 f"Step {record['step']} sampled {record['sampled_tokens']} of {work.new_tokens_per_step} tokens."
             )
+    sampled = statistics.median(record["sampled_tokens"] for record in counted)
     return {
         **middle,
-        "tokens_per_s": work.new_tokens_per_step / generating_seconds(counted, generate),
-        "train_tokens_per_s": work.trained_tokens_per_step / train,
+        "sampled_tokens": sampled,
+        "tokens_per_s": sampled / generating_seconds(counted, generate),
+        "train_tokens_per_s": (work.prompt_tokens_per_step + sampled) / train,
         "samples_per_s_per_gpu": work.completions / step / num_devices,
         "step_s_range": [min(record["step_s"] for record in counted), max(record["step_s"] for record in counted)],
         "micro_batch": result["micro_batch"],
@@ -208,9 +210,10 @@ def describe_machine(num_devices: int) -> dict[str, Any]:
 def describe_work(work: Work) -> str:
     """The work in one line."""
     counted = work.steps - work.warmup_steps
+    lengths = f"up to {work.new_tokens} (about {work.mean_tokens})" if work.mean_tokens else str(work.new_tokens)
     return (
         f"{work.model} ({work.dtype} weights): {work.prompts} prompts x {work.generations} completions, "
-        f"{work.prompt_tokens} + {work.new_tokens} tokens; {counted} of {work.steps} steps counted"
+        f"{work.prompt_tokens} + {lengths} tokens; {counted} of {work.steps} steps counted"
     )
 
 

@@ -60,7 +60,7 @@ class WorkError(ValueError):
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step's work: ``prompts`` x ``generations`` completions of exactly ``new_tokens`` tokens."""
+    """One optimizer step's work: ``prompts`` x ``generations`` completions of (at most) ``new_tokens`` tokens each."""
 
     model: str = "qwen2-1.5b"
     """Name of a shape in :data:`SHAPES`, or a model folder."""
@@ -70,7 +70,10 @@ class Work:
     generations: int = 8
     """Completions per prompt (G)."""
     new_tokens: int = 512
-    """Sampled tokens per completion; sampling never ends earlier."""
+    """Sampled tokens per completion; without ``mean_tokens`` sampling never ends earlier."""
+    mean_tokens: int = 0
+    """Above 0: every ``mean_tokens``-th id of the vocabulary ends a completion. Random weights sample all ids about
+    equally often, so lengths are geometric with about this mean, cut at ``new_tokens``: a tail, as in practice."""
     micro_batch: int = 8
     """Most rows per forward/backward pass (b); see :meth:`rows`."""
     dtype: str = "bfloat16"
@@ -84,13 +87,18 @@ class Work:
 
     def __post_init__(self) -> None:
         counts = ("prompts", "prompt_tokens", "new_tokens", "micro_batch", "steps")
-        for name, least in {**dict.fromkeys(counts, 1), "generations": 2, "warmup_steps": 0}.items():
+        for name, least in {**dict.fromkeys(counts, 1), "generations": 2, "warmup_steps": 0, "mean_tokens": 0}.items():
             if getattr(self, name) < least:
                 raise WorkError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         if self.warmup_steps >= self.steps:
             raise WorkError(f"warmup_steps={self.warmup_steps} of steps={self.steps} leaves no step to count.")
         if self.dtype not in ("bfloat16", "float32"):
             raise WorkError(f"dtype={self.dtype!r} is unknown. Use bfloat16 or float32.")
+        if self.mean_tokens and self.model not in SHAPES:
+            raise WorkError(
+                f"mean_tokens={self.mean_tokens} needs random weights, which end a completion by chance; {self.model} "
+                f"is trained. Choose one of {', '.join(SHAPES)}, or leave mean_tokens out."
+            )
 
     @property
     def completions(self) -> int:
@@ -99,13 +107,13 @@ class Work:
 
     @property
     def new_tokens_per_step(self) -> int:
-        """Sampled tokens per step."""
+        """Sampled tokens per step: exactly so many, or with ``mean_tokens`` at most."""
         return self.completions * self.new_tokens
 
     @property
-    def trained_tokens_per_step(self) -> int:
-        """Prompt and completion tokens that pass through the policy per step."""
-        return self.completions * (self.prompt_tokens + self.new_tokens)
+    def prompt_tokens_per_step(self) -> int:
+        """Prompt tokens that pass through the policy per step, once per completion."""
+        return self.completions * self.prompt_tokens
 
     @property
     def window(self) -> int:
@@ -136,8 +144,10 @@ class Work:
         return size, share // size
 
     def sampling(self) -> dict[str, Any]:
-        """Sampling parameters of vLLM under which every completion has exactly ``new_tokens`` tokens."""
-        return {"ignore_eos": True, "stop_token_ids": []}
+        """Sampling parameters of vLLM under which completions get their lengths."""
+        if not self.mean_tokens:
+            return {"ignore_eos": True, "stop_token_ids": []}
+        return {"stop_token_ids": list(range(0, SHAPES[self.model]["vocab_size"], self.mean_tokens))}
 
     def save(self, path: Path) -> None:
         """Writes the work as JSON."""
@@ -158,6 +168,7 @@ def add_work_arguments(parser: argparse.ArgumentParser, defaults: Work) -> None:
         "prompt_tokens": "tokens of each prompt",
         "generations": "completions per prompt",
         "new_tokens": "tokens of each completion",
+        "mean_tokens": "let completions end by chance after about X tokens, --new-tokens at most; 0: never earlier",
         "micro_batch": "most rows per forward/backward pass",
         "dtype": "the policy's weights: bfloat16 or float32",
         "steps": "optimizer steps in all",

@@ -5,11 +5,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import learning_curves, logprob_memory, timeline, train_packed
+from benchmarks.compare_splits import figures
 from benchmarks.planning import Law, Plan
 from benchmarks.processes import REPOSITORY
 from benchmarks.work import Work, WorkError, make_prompts, make_tokenizer
@@ -141,6 +144,32 @@ def test_a_step_uses_exactly_the_asked_completions():
     assert work.rows(8) == (3, 1)
     with pytest.raises(WorkError, match="24 cannot be shared evenly by 5"):
         work.rows(5)
+
+
+def test_completions_end_by_chance_where_a_mean_is_given():
+    fixed, varied = Work(), Work(model="tiny", new_tokens=100, mean_tokens=10)
+    assert fixed.sampling() == {"ignore_eos": True, "stop_token_ids": []}
+    ends = varied.sampling()["stop_token_ids"]
+    assert len(ends) == 300 // 10
+    assert max(ends) < 300  # ids that the model can sample
+    with pytest.raises(WorkError, match="mean_tokens=10 needs random weights"):
+        Work(model="some/folder", mean_tokens=10)
+
+
+def figures_of(work: Work, *sampled: int) -> dict[str, Any]:
+    times = dict.fromkeys(("step_s", "generate_s", "score_s", "train_s", "sync_s"), 2.0)
+    records = [{"step": step, **times, "sampled_tokens": tokens} for step, tokens in enumerate(sampled, start=1)]
+    others = dict.fromkeys(("micro_batch", "micro_batches", "memory", "versions"), 0)
+    return figures({"records": records, **others}, work, num_devices=1)
+
+
+def test_speeds_count_the_tokens_that_were_sampled():
+    work = Work(model="tiny", prompts=2, generations=2, prompt_tokens=5, new_tokens=100, steps=4, warmup_steps=1)
+    found = figures_of(replace(work, mean_tokens=10), 999, 30, 50, 40)
+    assert (found["sampled_tokens"], found["tokens_per_s"], found["train_tokens_per_s"]) == (40, 20, (40 + 4 * 5) / 2)
+    assert figures_of(work, 999, 400, 400, 400)["tokens_per_s"] == 200
+    with pytest.raises(WorkError, match="Step 3 sampled 399 of 400 tokens"):
+        figures_of(work, 400, 400, 399, 400)
 
 
 def test_prompts_have_exactly_the_asked_tokens_and_differ():
