@@ -232,7 +232,8 @@ def kept_rows(path: Path, results: dict[str, Any], planned: set[str]) -> list[Ro
     if not path.is_file():
         return []
     earlier = json.loads(path.read_text())
-    if any(earlier[name] != results[name] for name in ("machine", "work")):
+    same_work = Work(**earlier["work"]) == Work(**results["work"])  # a file may be older than the newest field
+    if earlier["machine"] != results["machine"] or not same_work:
         raise WorkError(f"--keep: {path} holds another machine's or another work's figures. Choose another --output.")
     results["versions"] |= earlier["versions"]
     return [row for row in earlier["rows"] if name_of(row) not in planned]
