@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import learning_curves, logprob_memory, timeline, train_packed
+from benchmarks import logprob_memory, timeline, train_packed
 from benchmarks.compare_splits import figures
 from benchmarks.planning import Law, Plan
 from benchmarks.processes import REPOSITORY
@@ -125,15 +125,6 @@ def test_a_timeline_has_a_row_for_each_rank_and_engine(tmp_path):
     assert {event["phase"] for event in last} == {"sync", "generate"}
     timeline.draw(last, tmp_path / "timeline.png", "the last step")
     assert (tmp_path / "timeline.png").stat().st_size > 5_000
-
-
-def test_learning_curves_are_apart_by_standard_errors():
-    accuracies = {"none": (0.8, 0.9, 1.0), "stream": (0.6, 0.7, 0.8)}
-    runs = [{"mode": mode, "accuracy_after": value} for mode, found in accuracies.items() for value in found]
-    compared = learning_curves.compare(runs)
-    assert compared["modes"]["none"] == pytest.approx({"mean": 0.9, "standard_deviation": 0.1, "runs": 3})
-    apart = compared["differences"]["none - stream"]
-    assert apart == pytest.approx({"difference": 0.2, "standard_errors": 0.2 / (0.02 / 3) ** 0.5})
 
 
 def test_a_step_uses_exactly_the_asked_completions():
