@@ -135,7 +135,7 @@ def command(mode: str, seed: int, steps: int, folder: Path, trl_python: str, *, 
 
 
 def placed(mode: str, place: int, devices: Sequence[str]) -> str:
-    """GPUs of the run at ``place`` in the list of runs, for CUDA_VISIBLE_DEVICES; the load goes around.
+    """GPUs of a run for CUDA_VISIBLE_DEVICES; each mode goes around them by the ``place`` of its seed among the seeds.
 
     Raises:
         RunError: for an engine without a GPU of its own.
@@ -296,7 +296,7 @@ def run_missing(options: argparse.Namespace, output: Path, kept: dict[str, Any])
     asked = dict.fromkeys(itertools.product(options.seeds, options.modes))
     missing = [pair for pair in asked if pair not in {(run["seed"], run["mode"]) for run in runs}]
     devices = visible_devices(torch.cuda.device_count())
-    places = [placed(mode, place, devices) for place, (_, mode) in enumerate(missing)]
+    places = [placed(mode, options.seeds.index(seed), devices) for seed, mode in missing]
     known = {**kept.get("versions", {}), **versions()}
     if any(mode == "trl" for _, mode in missing):
         known["trl"] = trl_version(options.trl_python)

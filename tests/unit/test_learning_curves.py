@@ -89,12 +89,10 @@ def test_engines_share_a_gpu_with_other_runs_and_nothing_else_changes(tmp_path: 
     assert on_gpu[:added] + on_gpu[added + 2 :] == on_cpu
 
 
-def test_runs_go_around_the_gpus() -> None:
-    modes = ("none", "trl", "none", "transformers")
-    placed = [learning_curves.placed(mode, place, ["4", "7"]) for place, mode in enumerate(modes)]
-    assert placed == ["4,7", "7", "4,7", "7"]
-    assert learning_curves.placed("one_step", 1, ["4", "7"]) == "7,4"
-    assert learning_curves.placed("none", 0, []) == ""
+@pytest.mark.parametrize(("mode", "expected"), [("one_step", ["4,7", "7,4", "4,7"]), ("trl", ["4", "7", "4"])])
+def test_each_mode_goes_around_the_gpus(mode: str, expected: list[str]) -> None:
+    assert [learning_curves.placed(mode, place, ["4", "7"]) for place in range(3)] == expected
+    assert learning_curves.placed(mode, 1, []) == ""
 
 
 def test_an_engine_needs_a_second_gpu() -> None:
