@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.parallel < 1:
         parser.error(f"--parallel {options.parallel} would run nothing; it must be at least 1")
+    options.trl_python = os.path.abspath(shutil.which(options.trl_python) or options.trl_python)  # runs start elsewhere
     return options
 
 

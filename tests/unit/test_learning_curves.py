@@ -127,6 +127,12 @@ def test_a_python_without_trl_is_refused_before_anything_runs(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_the_python_of_trl_is_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert learning_curves.parse(["--trl-python", "env/bin/python"]).trl_python == str(tmp_path / "env/bin/python")
+    assert learning_curves.parse(["--trl-python", "sh"]).trl_python == shutil.which("sh")
+
+
 def test_refused_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         learning_curves.parse(["--parallel", "0"])
