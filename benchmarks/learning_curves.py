@@ -14,7 +14,8 @@ Writes results.json and learning_curves.png into --output. Runs that results.jso
 are compared by accuracy on held-out problems after training, and by mean reward over the last quarter of the steps and
 over all of them (the area under the curve). Two numbers of standard errors say how far apart two means are:
 ``standard_errors`` takes all runs for independent; ``paired_standard_errors`` looks at the differences seed by seed,
-free of what a seed's model and problems do to both modes.
+free of what a seed's model and problems do to both modes. Few seeds tell their own noise badly: chance alone leaves
+95 of 100 pairs of equal modes within 4.3 standard errors seed by seed for three seeds, 2.8 for five (Student's t).
 """
 
 import argparse
