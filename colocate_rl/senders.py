@@ -35,13 +35,21 @@ class WholeSender:
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy
+        self._tensors: list[PolicyTensor] = []
 
     def send(self, engine: Engine) -> None:
         """See :class:`Sender`."""
-        engine.load_weights((tensor.name, tensor.base()) for tensor in policy_tensors(self._policy))
+        engine.load_weights((tensor.name, tensor.base()) for tensor in self._found())
 
     def forget(self) -> None:
         """See :class:`Sender`."""
+        self._tensors = []
+
+    def _found(self) -> Iterator[PolicyTensor]:
+        """The policy's tensors; looking for them takes milliseconds, so it is done once."""
+        if not self._tensors:
+            self._tensors = policy_tensors(self._policy)
+        yield from self._tensors
 
 
 class LoraSender:

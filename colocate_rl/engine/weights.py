@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colocate_rl.engine.peer import PeerCopies
 from colocate_rl.errors import WeightSyncError
 
 Loader = Callable[[Sequence[tuple[str, torch.Tensor]]], Any]
@@ -98,8 +99,10 @@ class CopyPlan:
         self._by_source: dict[str, list[Copy]] = defaultdict(list)
         for copy in self.copies:
             self._by_source[copy.source].append(copy)
+        self._targets = [copy.target for copy in self.copies]
         self._views: list[torch.Tensor] = []
         self._pointers: list[int] = []
+        self._peer: PeerCopies | None = None
 
     @classmethod
     def record(
@@ -134,9 +137,13 @@ class CopyPlan:
         pointers = [weights[copy.source].data_ptr() for copy in self.copies]
         if pointers != self._pointers:
             self._views = [copy.source_view(weights[copy.source]) for copy in self.copies]
+            self._peer = PeerCopies.between(self._targets, self._views)
             self._pointers = pointers
+        if self._peer is not None:
+            self._peer.run()
+            return
         with torch.no_grad():
-            torch._foreach_copy_([copy.target for copy in self.copies], self._views, non_blocking=True)
+            torch._foreach_copy_(self._targets, self._views, non_blocking=True)
 
     def apply_part(self, name: str, tensor: torch.Tensor) -> None:
         """Copies the current values of one policy tensor; queued on the current streams, not waited for.
