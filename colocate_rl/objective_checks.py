@@ -86,7 +86,7 @@ def _check_sampling_correction(args: GRPOOptions) -> None:
             f"vllm_importance_sampling_mode={mode!r} truncates at vllm_importance_sampling_clip_min and _clip_max, but "
             "both are None. Set at least one."
         )
-    corrected = args.use_vllm and args.vllm_importance_sampling_correction and args.old_logprobs == "policy"
+    corrected = args.use_vllm and args.vllm_importance_sampling_correction and args.old_logprobs_source == "policy"
     if args.loss_type == "vespo" and corrected and mode.startswith("sequence"):
         raise ConfigError(
             f"loss_type='vespo' multiplies the correction weights of a sequence's tokens itself, but "

@@ -13,7 +13,7 @@ OnRewardError = Literal["raise", "none"]
 ScaleRewards = Literal["group", "batch", "none"]
 MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 SamplingCorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-OldLogprobs = Literal["policy", "sampling"]
+OldLogprobs = Literal["auto", "policy", "sampling"]
 LoraSync = Literal["auto", "merged", "adapter"]
 Overlap = Literal["none", "stream", "one_step"]
 ModelImplementation = Literal["vllm", "transformers"]
@@ -284,9 +284,11 @@ class GRPOOptions:
         "the policy does by more than this, in nats per token (0.5, say). None: keep all.",
     )
     old_logprobs: str = _setting(
-        "policy",
-        "Whose log-probabilities are the 'old' ones of the ratio. policy: the policy's at rollout time (no extra pass "
-        "where they equal the live ones). sampling: the engine's stand in, which never needs a pass.",
+        "auto",
+        "Whose log-probabilities are the 'old' ones, around which the ratio is clipped. policy: the policy's when "
+        "training on the batch begins (no extra pass where they equal the live ones); the correction weighs the rest. "
+        "sampling: those that the engine sampled with; no pass, no correction. auto: sampling with overlap='one_step', "
+        "whose batches are of an older policy, else policy.",
     )
     vllm_importance_sampling_correction: bool = _setting(
         True, "Weight the loss by policy/engine probability, to correct for the engine's other numerics."
@@ -346,6 +348,13 @@ class GRPOOptions:
         None, "Recompute activations in the backward pass. None: only on a GPU whose memory the activations would fill."
     )
     bf16: bool | None = _setting(None, "Compute in bfloat16. None: True where there is a GPU that can and fp16 is off.")
+
+    @property
+    def old_logprobs_source(self) -> Literal["policy", "sampling"]:
+        """``old_logprobs`` with "auto" decided."""
+        if self.old_logprobs == "auto":
+            return "sampling" if self.overlap == "one_step" else "policy"
+        return "policy" if self.old_logprobs == "policy" else "sampling"
 
 
 JSON_OPTIONS = (

@@ -33,6 +33,7 @@ ROUNDED_GAP_LIMIT = 0.2
 def loss_settings(args: GRPOConfig) -> LossSettings:
     """What the losses read."""
     assert args.epsilon_high is not None
+    source = args.old_logprobs_source
     return LossSettings(
         loss_type=args.loss_type,
         importance_sampling_level=args.importance_sampling_level,
@@ -42,7 +43,8 @@ def loss_settings(args: GRPOConfig) -> LossSettings:
         beta=args.beta,
         use_bias_correction_kl=args.use_bias_correction_kl,
         max_completion_length=args.max_completion_length,
-        correction=bool(args.use_vllm) and args.vllm_importance_sampling_correction and args.old_logprobs == "policy",
+        old_logprobs=source,
+        correction=bool(args.use_vllm) and args.vllm_importance_sampling_correction and source == "policy",
         correction_mode=args.vllm_importance_sampling_mode,
         correction_clip_max=args.vllm_importance_sampling_clip_max,
         correction_clip_min=args.vllm_importance_sampling_clip_min,

@@ -256,7 +256,7 @@ class GRPOTrainer(Trainer):
             self.collectives,
             self._log.metrics,
             self.args.steps_per_generation,
-            self.args.old_logprobs,
+            self.args.old_logprobs_source,
         )
         return schedule
 
@@ -375,7 +375,7 @@ class GRPOTrainer(Trainer):
         live ones are the same numbers, and are kept by :meth:`compute_loss` for later turns.
         """
         old = ref = None
-        if self.args.old_logprobs == "sampling":
+        if self.args.old_logprobs_source == "sampling":
             old = batch.sampling_logprobs
         elif self._positions.moves_before(position):
             old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()

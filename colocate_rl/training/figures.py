@@ -36,7 +36,7 @@ def note_update(
     elif output.phi is not None:
         weight = _weight(output.phi, mask)
         metrics.share("vespo/phi_seq_mean", (output.phi * weight).sum(), weight.sum())
-    _note_sampling(metrics, inputs, output, mask)
+    _note_sampling(metrics, settings, inputs, output, mask)
 
 
 def _weight(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,11 @@ def _note_clipping(
     metrics.largest("clip_ratio/high_max", (high.sum(-1) / counted).masked_fill(empty, -torch.inf).max())
 
 
-def _note_sampling(metrics: MetricBuffer, inputs: LossInputs, output: LossOutput, mask: torch.Tensor) -> None:
-    gap = ((inputs.old_logprobs - inputs.sampling_logprobs) * mask).abs()
+def _note_sampling(
+    metrics: MetricBuffer, settings: LossSettings, inputs: LossInputs, output: LossOutput, mask: torch.Tensor
+) -> None:
+    own = inputs.policy_logprobs.detach() if settings.old_logprobs == "sampling" else inputs.old_logprobs
+    gap = ((own - inputs.sampling_logprobs) * mask).abs()
     metrics.share("sampling/sampling_logp_difference/mean", gap.sum(), mask.sum())
     metrics.largest("sampling/sampling_logp_difference/max", gap.max())
     if output.correction is None:

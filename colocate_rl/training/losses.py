@@ -34,6 +34,7 @@ class LossSettings:
     beta: float = 0.0
     use_bias_correction_kl: bool = True
     max_completion_length: int = 512
+    old_logprobs: str = "policy"
     correction: bool = True
     correction_mode: str = "sequence_mask"
     correction_clip_max: float | None = 3.0

@@ -101,7 +101,7 @@ def test_a_streamed_batch_that_is_used_twice(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         (None, r"it has no rollout_state_0\.safetensors"),
-        ({"old_logprobs": "sampling"}, r"saved with old_logprobs='policy', and this run has 'sampling'"),
+        ({"old_logprobs": "sampling"}, r"saved with old_logprobs='auto', and this run has 'sampling'"),
         ({"beta": 0.0}, r"saved with with_reference=True, and this run has False"),
     ],
 )
