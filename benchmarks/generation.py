@@ -79,7 +79,7 @@ def build_engine(options: argparse.Namespace) -> Any:
             seed=0,
             max_model_length=options.prompt_tokens + max(case.tokens for case in options.cases),
             max_num_seqs=max(case.sequences for case in options.cases),
-            gpu_memory_utilization=0.85,
+            gpu_memory_utilization=options.memory,
             enforce_eager=not on_gpu,
             cpu_cores=None if on_gpu else "0",
         )
@@ -238,6 +238,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--cases", nargs="+", type=Case.of, default=[Case(32, 8, 512), Case(128, 8, 512)], metavar="PxGxT")
     add("--prompt-tokens", type=int, default=128, metavar="N", help="tokens of each prompt (default: 128)")
     add("--rounds", type=int, default=3, metavar="N", help="measured calls of each way, after one more (default: 3)")
+    add(
+        "--memory", type=float, default=0.85, metavar="SHARE", help="of the GPU that the engine may use (default: 0.85)"
+    )
     add("--output", type=Path, default=Path("runs/generation"), help="folder (default: runs/generation)")
     return parser.parse_args(arguments)
 

@@ -3,7 +3,8 @@
   adapter   the factors are packed, copied and written into the engine's LoRA slot (median of 20)
   merged    each adapted weight is merged in a temporary and copied into the engine (median of 5)
   whole     every weight of the base model is copied, as full fine-tuning does (median of 5)
-Generation is 64 prompts of 32 tokens with 256 new tokens each (median of 2, after a first one), with CUDA graphs.
+Generation is 64 prompts of 32 tokens with 256 new tokens each (median of 2, after a first one), with CUDA graphs unless
+--eager is given, with which an engine starts in seconds: syncs are the same then, and generation tells nothing.
 """
 
 import statistics
@@ -20,7 +21,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 256
 
 
-def measure(shape: str, rank: int, trainer: int, host: int) -> list[dict[str, Any]]:
+def measure(shape: str, rank: int, trainer: int, host: int, *, eager: bool) -> list[dict[str, Any]]:
     """All figures of one shape and rank, from an engine with a slot and from one without."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -35,9 +36,9 @@ def measure(shape: str, rank: int, trainer: int, host: int) -> list[dict[str, An
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.01)
-    row: dict[str, Any] = {"shape": shape, "rank": rank, "num_tensors": 0}
+    row: dict[str, Any] = {"shape": shape, "rank": rank, "eager": eager, "num_tensors": 0}
     for way in ("adapter", "merged"):
-        row |= measure_way(way, policy, config, rank, (trainer, host))
+        row |= measure_way(way, policy, config, rank, (trainer, host), eager)
     return [{**row, "break_even_tokens": break_even(row)}]
 
 
@@ -47,7 +48,7 @@ def break_even(row: dict[str, Any]) -> float | None:
     return None if slot <= merged else (row["merged_s"] - row["adapter_s"]) / (slot - merged)
 
 
-def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[int, int]) -> dict[str, Any]:
+def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[int, int], eager: bool) -> dict[str, Any]:
     """Sync and generation one way, in an engine built for it."""
     import torch
 
@@ -55,7 +56,7 @@ def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[in
     from colocate_rl.engine.spec import LoraSpec
     from colocate_rl.senders import LoraSender
 
-    engine = build_engine(config, devices[1], LoraSpec(rank, TARGETS) if way == "adapter" else None)
+    engine = build_engine(config, devices[1], LoraSpec(rank, TARGETS) if way == "adapter" else None, eager)
     sender = LoraSender(policy, torch.bfloat16, merged=way == "merged")
     found: dict[str, Any] = {f"first_{way}_s": timed(lambda: sender.send(engine), devices)}
     times = [timed(lambda: sender.send(engine), devices) for _ in range(20 if way == "adapter" else 5)]
@@ -75,7 +76,7 @@ def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[in
     return found
 
 
-def build_engine(config: Any, device: int, lora: Any) -> Any:
+def build_engine(config: Any, device: int, lora: Any, eager: bool) -> Any:
     """An engine as a run builds it, with a small cache."""
     from colocate_rl.engine.spec import EngineSpec
     from colocate_rl.engine.vllm_engine import VllmEngine
@@ -91,7 +92,7 @@ def build_engine(config: Any, device: int, lora: Any) -> Any:
             max_model_length=PROMPT_TOKENS + NEW_TOKENS,
             max_num_seqs=PROMPTS,
             gpu_memory_utilization=0.4,
-            enforce_eager=False,
+            enforce_eager=eager,
             kv_cache_bytes=4 << 30,
             lora=lora,
         )

@@ -192,6 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--trainer-device", type=int, default=0, help="GPU of the policy (default: 0)")
     add("--engine-device", type=int, default=1, help="GPU of the engine (default: 1)")
     add("--lora-rank", type=int, metavar="R", help="measure a LoRA adapter of this rank instead (lora_sync.py)")
+    add("--eager", action="store_true", help="--lora-rank: engines without CUDA graphs, which start in seconds")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds a shape may take (default: 300)")
     add("--output", type=Path, default=Path("runs/weight_sync"), help="folder (default: runs/weight_sync)")
     add("--worker", type=Path, help=argparse.SUPPRESS)
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker is not None:
         devices = (options.trainer_device, options.engine_device)
         if options.lora_rank is not None:
-            rows = lora_sync.measure(options.shapes[0], options.lora_rank, *devices)
+            rows = lora_sync.measure(options.shapes[0], options.lora_rank, *devices, eager=options.eager)
         else:
             rows = measure(options.shapes[0], options.policy_dtypes, *devices)
         write_json(options.worker, {"rows": rows})
@@ -228,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         words = ["--worker", str(part), "--shapes", shape, "--policy-dtypes", *options.policy_dtypes]
         words += ["--trainer-device", str(options.trainer_device), "--engine-device", str(options.engine_device)]
         words += [] if options.lora_rank is None else ["--lora-rank", str(options.lora_rank)]
+        words += ["--eager"] if options.eager else []
         command = [sys.executable, "-m", "benchmarks.weight_sync", *words]
         try:
             run(command, output / f"{shape}.log", child_environment(), options.timeout)
