@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.sampler import PROMPT_INDEX, EpochOrders
 
 
 class BatchFeed:
-    """The rows of any generation batch of the run, in the order of :class:`colocate_rl.rollout.sampler.RepeatSampler`.
+    """The rows of any generation batch of the run, those that :class:`colocate_rl.rollout.sampler.RepeatSampler` gives.
 
     Args:
         rows: the data set.
@@ -38,9 +38,8 @@ class BatchFeed:
         self._num_generations = num_generations
         self._rank = rank
         self._share = prompts_per_batch * num_generations // world_size
-        self._shuffle = shuffle
         self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._orders = EpochOrders(len(rows), shuffle=shuffle, seed=seed)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -68,14 +67,4 @@ class BatchFeed:
     def _prompts(self, number: int) -> list[int]:
         """Indices of the prompts of a generation batch, over all ranks."""
         epoch, place = divmod(number, self.batches_per_epoch)
-        return self._epoch_order(epoch)[place * self._prompts_per_batch : (place + 1) * self._prompts_per_batch]
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._rows)))
-        if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self._seed)
-            for _ in range(epoch + 1):
-                permutation = torch.randperm(len(self._rows), generator=generator)
-            self._order = (epoch, permutation.tolist())
-        return self._order[1]
+        return self._orders.of(epoch)[place * self._prompts_per_batch : (place + 1) * self._prompts_per_batch]

@@ -12,11 +12,38 @@ PROMPT_INDEX = "_prompt_index"
 """Key under which a row carries its index in the data set: rows with the same one form a group."""
 
 
+class EpochOrders:
+    """The order of the prompts in each epoch: the one after the other that a generator of its own draws.
+
+    Args:
+        num_prompts: of the data set.
+        shuffle: permute them; False: every epoch has the order of the data set.
+        seed: of the permutations.
+    """
+
+    def __init__(self, num_prompts: int, *, shuffle: bool, seed: int) -> None:
+        self._num_prompts = num_prompts
+        self._shuffle = shuffle
+        self._seed = seed
+        self._newest: tuple[int, list[int]] = (-1, [])
+
+    def of(self, epoch: int) -> list[int]:
+        """Indices of the prompts in epoch 0, 1, ..."""
+        if not self._shuffle:
+            return list(range(self._num_prompts))
+        if self._newest[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed)
+            for _ in range(epoch + 1):
+                permutation = torch.randperm(self._num_prompts, generator=generator)
+            self._newest = (epoch, permutation.tolist())
+        return self._newest[1]
+
+
 class RepeatSampler(Sampler[int]):
     """Yields each prompt's index G times in a row, and each generation batch as often as it is used.
 
-    The data set is permuted (by a generator of its own, which moves on with every pass), cut into chunks of
-    ``batch_size`` prompts, and each chunk is yielded ``repeat_count`` times. A short last chunk is dropped.
+    Each pass takes the order of the next epoch, cuts it into chunks of ``batch_size`` prompts, and yields each chunk
+    ``repeat_count`` times. A short last chunk is dropped.
 
     Args:
         data_source: anything with a length.
@@ -42,21 +69,17 @@ class RepeatSampler(Sampler[int]):
         self.batch_size = batch_size
         self.repeat_count = repeat_count
         self.shuffle = shuffle
-        self.generator = torch.Generator()
-        self._seed = seed if seed is not None else int(torch.initial_seed() % 2**63)
-        self.generator.manual_seed(self._seed)
+        seed = seed if seed is not None else int(torch.initial_seed() % 2**63)
+        self._orders = EpochOrders(self.num_samples, shuffle=shuffle, seed=seed)
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass the one that an unbroken run would make in ``epoch`` (0, 1, ...)."""
-        self.generator.manual_seed(self._seed)
-        for _ in range(epoch):
-            torch.randperm(self.num_samples, generator=self.generator)
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            order = torch.randperm(self.num_samples, generator=self.generator).tolist()
-        else:
-            order = list(range(self.num_samples))
+        order = self._orders.of(self._epoch)
+        self._epoch += 1
         for start in range(0, self.num_samples - self.batch_size + 1, self.batch_size):
             chunk = order[start : start + self.batch_size]
             for _ in range(self.repeat_count):
