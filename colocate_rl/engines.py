@@ -22,6 +22,7 @@ from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.placement import Placement, Shard, split_evenly
+from colocate_rl.training.shape import DecoderShape
 
 logger = logging.getLogger(__name__)
 
@@ -248,11 +249,9 @@ def kv_cache_bytes(
     Returns:
         None when the cache would take more than half of the device: vLLM's own share is the better limit then.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    head_size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    per_token = 2 * int(text.num_hidden_layers) * max(1, kv_heads // tensor_parallel_size) * head_size * value_bytes
+    shape = DecoderShape.of(config)
+    kv_heads = max(1, shape.num_kv_heads // tensor_parallel_size)
+    per_token = 2 * shape.num_layers * kv_heads * shape.head_size * value_bytes
     wanted = int(1.25 * per_token * num_tokens)
     return wanted if wanted <= device_bytes // 2 else None
 

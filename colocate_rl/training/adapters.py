@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
+from colocate_rl.training.shape import text_config
 
 REFERENCE = "ref"
 """Name of the frozen copy, which is TRL's too."""
@@ -274,8 +275,7 @@ def _check_embeddings(model: Any) -> None:
             "An adapter on lm_head is not supported: log-probabilities are computed from its weight chunk by chunk. "
             "Remove it from target_modules, or train it whole with modules_to_save=['lm_head']."
         )
-    text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    if not getattr(text, "tie_word_embeddings", False) or head is None:
+    if not getattr(text_config(model.config), "tie_word_embeddings", False) or head is None:
         return
     tied = effective(head).weight is effective(embedding).weight
     if not tied or isinstance(embedding, LoraLayer):

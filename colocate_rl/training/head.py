@@ -15,6 +15,7 @@ from torch import nn
 
 from colocate_rl.errors import ConfigError
 from colocate_rl.training.adapters import effective
+from colocate_rl.training.shape import text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,7 @@ class Head:
                 f"{type(model).__name__} has an output head of type {type(layer).__name__}; only a plain linear head "
                 "is supported."
             )
-        config: Any = model.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = text_config(model.config)
         scale = getattr(text, "logit_scale", None) or 1.0
         divisor = getattr(text, "logits_scaling", None) or 1.0
         return cls(layer.weight, layer.bias, scale / divisor, getattr(text, "final_logit_softcapping", None))

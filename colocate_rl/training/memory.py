@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from colocate_rl.training.shape import DecoderShape
+
 STATE_BYTES_PER_PARAMETER = {4: 16, 2: 8}
 """Weights, gradients and AdamW's two moments together, by the bytes of one weight."""
 HEADROOM = 0.75
@@ -35,12 +37,8 @@ def estimate_step(config: Any, *, num_parameters: int, weight_bytes: int, num_to
         weight_bytes: of one weight, 4 or 2.
         num_tokens: padded tokens of one micro-batch.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden = int(text.hidden_size)
-    heads = int(getattr(text, "num_attention_heads", 1))
-    head_size = getattr(text, "head_dim", None) or hidden // heads
-    kv = int(getattr(text, "num_key_value_heads", None) or heads) * int(head_size)
-    wide = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    per_token = 2 * (10 * hidden + 6 * kv + 4 * wide) + 4 * 4 * hidden
-    activations = per_token * int(text.num_hidden_layers) * num_tokens
+    shape = DecoderShape.of(config)
+    kv = shape.num_kv_heads * shape.head_size
+    per_token = 2 * (10 * shape.hidden_size + 6 * kv + 4 * shape.intermediate_size) + 4 * 4 * shape.hidden_size
+    activations = per_token * shape.num_layers * num_tokens
     return StepMemory(STATE_BYTES_PER_PARAMETER[weight_bytes] * num_parameters, activations)

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from colocate_rl.errors import ConfigError
+from colocate_rl.training.shape import text_config
 
 
 def looks_like_path(name: str) -> bool:
@@ -183,8 +184,7 @@ def context_window(config: PretrainedConfig, limit: int | None) -> int | None:
     Raises:
         ConfigError: when the setting is larger than the model's positions.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    own = getattr(text, "max_position_embeddings", None)
+    own = getattr(text_config(config), "max_position_embeddings", None)
     if limit is not None and own is not None and limit > own:
         raise ConfigError(
             f"vllm_max_model_length={limit} is more than the model's {own} positions (max_position_embeddings). "
@@ -195,8 +195,7 @@ def context_window(config: PretrainedConfig, limit: int | None) -> int | None:
 
 def vocab_size(config: PretrainedConfig) -> int | None:
     """Embeddings of the model; None when the configuration does not say."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
+    size = getattr(text_config(config), "vocab_size", None)
     return None if size is None else int(size)
 
 

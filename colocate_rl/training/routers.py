@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from colocate_rl.errors import ConfigError
+from colocate_rl.training.shape import text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def router_loss(
     Raises:
         ConfigError: for a weight on a model without load balancing, or one whose routers could not be read.
     """
-    text: Any = config.get_text_config()
+    text = text_config(config)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     balanced = hasattr(text, "output_router_logits") and hasattr(
         sys.modules.get(getattr(kind, "__module__", "")), "load_balancing_loss_func"
