@@ -70,10 +70,6 @@ def decide_packing(
     Returns:
         The objective to use.
     """
-    wanted = args.padding_free if args.padding_free is not None else args.device.type == "cuda"
-    if not wanted:
-        return objective
-    packed = replace(objective, packed=True)
 
     def prepare(model: PreTrainedModel) -> str | None:
         known = packing.obstacle(model)
@@ -82,20 +78,13 @@ def decide_packing(
         attention.install(model)
         return None
 
-    proof = _Proof(args, objective, packed, "on packed rows")
-    reason = _first_reason(collectives, lambda: proof.shortfall(models, prepare, as_reference))
-    if reason is None:
-        return packed
-    for model in models:
+    def undo(model: PreTrainedModel) -> None:
         if model.config._attn_implementation == attention.NAME:
             attention.uninstall(model)
-    logger.log(
-        logging.WARNING if args.padding_free else logging.INFO,
-        "rows keep their padding: %s %s. padding_free=False says so without asking.",
-        type(models[0]).__name__,
-        reason,
-    )
-    return objective
+
+    level = logging.WARNING if args.padding_free else logging.INFO
+    way = _Way("packed", "on packed rows", "rows keep their padding", "padding_free", level, prepare, undo)
+    return _decide(args, models, objective, collectives, as_reference, way)
 
 
 def decide_compiling(
@@ -117,10 +106,6 @@ def decide_compiling(
     Returns:
         The objective to use.
     """
-    wanted = args.compile_layers if args.compile_layers is not None else args.device.type == "cuda"
-    if not wanted:
-        return objective
-    compiled = replace(objective, compiled=True)
 
     def prepare(model: PreTrainedModel) -> str | None:
         if objective.router is not None:
@@ -130,20 +115,52 @@ def decide_compiling(
         compiling.install(model)
         return None
 
-    proof = _Proof(args, objective, compiled, "compiled")
-    reason = _first_reason(collectives, lambda: proof.shortfall(models, prepare, as_reference))
-    if reason is None:
-        return compiled
-    for model in models:
-        compiling.uninstall(model)
-    logger.warning(
-        "layers run uncompiled: %s %s. compile_layers=False says so without asking.", type(models[0]).__name__, reason
+    way = _Way(
+        "compiled", "compiled", "layers run uncompiled", "compile_layers", logging.WARNING, prepare, compiling.uninstall
     )
+    return _decide(args, models, objective, collectives, as_reference, way)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A faster way to run models, and what is said where it is not taken."""
+
+    name: str
+    """The field of the objective that is set."""
+    how: str
+    otherwise: str
+    setting: str
+    """Its name in the configuration, where None means: on a GPU."""
+    level: int
+    """Of the log."""
+    prepare: Callable[[PreTrainedModel], str | None]
+    """Makes a model run this way; why it cannot, or None."""
+    undo: Callable[[PreTrainedModel], None]
+
+
+def _decide(
+    args: GRPOConfig,
+    models: Sequence[PreTrainedModel],
+    objective: Objective,
+    collectives: Collectives,
+    as_reference: AsReference | None,
+    way: _Way,
+) -> Objective:
+    """The objective that goes this way, where it is wanted and no rank finds a reason against it; else as it was."""
+    setting: bool | None = getattr(args, way.setting)
+    if not (setting if setting is not None else args.device.type == "cuda"):
+        return objective
+    changes: dict[str, Any] = {way.name: True}
+    faster = replace(objective, **changes)
+    shortfall = _Proof(args, objective, faster, way).shortfall(models, as_reference)
+    reason = next((found for found in collectives.gather_objects(shortfall) if found), None)
+    if reason is None:
+        return faster
+    for model in models:
+        way.undo(model)
+    model_name = type(models[0]).__name__
+    logger.log(way.level, "%s: %s %s. %s=False says so without asking.", way.otherwise, model_name, reason, way.setting)
     return objective
-
-
-def _first_reason(collectives: Collectives, find: Callable[[], str | None]) -> str | None:
-    return next((reason for reason in collectives.gather_objects(find()) if reason), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +170,12 @@ class _Proof:
     args: GRPOConfig
     plain: Objective
     faster: Objective
-    how: str
+    way: _Way
 
-    def shortfall(
-        self,
-        models: Sequence[PreTrainedModel],
-        prepare: Callable[[PreTrainedModel], str | None],
-        as_reference: AsReference | None,
-    ) -> str | None:
+    def shortfall(self, models: Sequence[PreTrainedModel], as_reference: AsReference | None) -> str | None:
         """Prepares the models; why they must run as they are, or None."""
         for model in models:
-            reason = self._difference(model, prepare)
+            reason = self._difference(model, self.way.prepare)
             if reason is not None:
                 return reason
         if as_reference is None:
@@ -182,14 +194,14 @@ class _Proof:
                 return reason
             found = selfcheck.compare(model, self.plain, self.faster)
         except Exception as error:  # whatever a model of another kind stumbles over: it runs as it is
-            return f"fails {self.how} ({type(error).__name__}: {error})"
+            return f"fails {self.way.how} ({type(error).__name__}: {error})"
         shortfall = found.shortfall(exact=exact)
         if shortfall is not None:
-            return f"computes something else {self.how}: {shortfall}"
+            return f"computes something else {self.way.how}: {shortfall}"
         logger.info(
             "%s %s: mean log-probability gap %.1e to the plain way, cosine of gradients %.6f",
             type(model).__name__,
-            self.how,
+            self.way.how,
             found.logprob_gap,
             found.gradient_cosine,
         )
