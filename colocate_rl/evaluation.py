@@ -11,8 +11,9 @@ from torch import nn
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.rollout.collect import Rollout, Row
+from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.rollout.stages import Row
 from colocate_rl.training.objective import Objective
 
 

@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.rollout.collect import Row
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.sampler import EvalBlocks, NumberedRows, RepeatSampler
+from colocate_rl.rollout.stages import Row
 from colocate_rl.rollout.unsized import StreamBatches, StreamEvalBlocks, StreamFeed
 
 

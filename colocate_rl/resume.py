@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
-from colocate_rl.rollout.collect import Answered, Row
 from colocate_rl.rollout.packed import pack_answers, unpack_answers
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.rollout.stages import Answered, Row
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from colocate_rl.completions import CompletionLog
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
 from colocate_rl.rewardtrace import RewardTrace
-from colocate_rl.rollout.collect import Answered, Row, Scored
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Answered, Row, Scored
 
 METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from colocate_rl.errors import EngineError, PeerError
 from colocate_rl.metrics import PhaseClock
-from colocate_rl.rollout.collect import Answered, Begun, Rollout, Row
+from colocate_rl.rollout.collect import Begun, Rollout
+from colocate_rl.rollout.stages import Answered, Row
 from colocate_rl.sync import WeightSync
 
 Seed = Callable[[int], int | None]

@@ -25,8 +25,9 @@ import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.rollout.collect import Answered, Rollout, Row, Scored
+from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.rollout.stages import Answered, Row, Scored
 from colocate_rl.rollout.stream import Stream
 from colocate_rl.schedule import Streamed
 from colocate_rl.training.objective import Objective

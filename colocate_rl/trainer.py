@@ -28,7 +28,7 @@ from colocate_rl.evaluation import Evaluator
 from colocate_rl.hooks import SteadyHeap, StepHooks
 from colocate_rl.metrics import PhaseClock
 from colocate_rl.positions import Positions
-from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.custom import FreeGenerator
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.generate import Generator
@@ -37,6 +37,7 @@ from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.rewards import Reward
 from colocate_rl.rollout.sampler import RepeatSampler
+from colocate_rl.rollout.stages import Row, Scored
 from colocate_rl.runlog import RunLog
 from colocate_rl.runreport import RunReport
 from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous

@@ -1,9 +1,8 @@
 """One rollout, from rows of the data set to a batch ready for the loss: encode, generate, score, compare."""
 
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.rollout import figures
 from colocate_rl.rollout.advantages import ScoredGroups, score_groups
 from colocate_rl.rollout.figures import Compared
-from colocate_rl.rollout.generate import Generator, Pending
+from colocate_rl.rollout.generate import Generator
+from colocate_rl.rollout.pending import Pending
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
+from colocate_rl.rollout.rewardlog import extra_logger, metric_logger
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.rollout.sampler import PROMPT_INDEX
-
-Row = Mapping[str, Any]
+from colocate_rl.rollout.stages import Answered, Asked, Rated, Row, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,40 +38,6 @@ class RolloutSettings:
     """Train rows on the ranks that make tokens even, equally many on each; False: on those that asked for them."""
 
 
-@dataclass(slots=True)
-class Scored:
-    """This rank's rows of one rollout; one entry per row in each list."""
-
-    rows: list[Row]
-    prompt_ids: list[tuple[int, ...]]
-    completions: list[Completion]
-    texts: list[Any]
-    """What reward functions saw: strings, or lists of messages."""
-    rewards: torch.Tensor
-    """float32 [n, F], NaN for None."""
-    advantages: torch.Tensor
-    """float32 [n]."""
-    extras: dict[str, list[Any]] = field(default_factory=dict)
-    """Columns that reward functions added with ``log_extra``."""
-
-    @classmethod
-    def joined(cls, parts: Sequence["Scored"]) -> "Scored":
-        """The rows of all parts; None where a part lacks an extra column."""
-        names = dict.fromkeys(name for part in parts for name in part.extras)
-        return cls(
-            [row for part in parts for row in part.rows],
-            [ids for part in parts for ids in part.prompt_ids],
-            [completion for part in parts for completion in part.completions],
-            [text for part in parts for text in part.texts],
-            torch.cat([part.rewards for part in parts]),
-            torch.cat([part.advantages for part in parts]),
-            {
-                name: [value for part in parts for value in part.extras.get(name, [None] * len(part.rows))]
-                for name in names
-            },
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Begun:
     """Rows whose completions the engines have been asked for."""
@@ -82,57 +48,10 @@ class Begun:
     seed: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """This rank's rows with their completions; one entry per row in each list but ``stats``."""
-
-    rows: list[Row]
-    prompt_ids: list[tuple[int, ...]]
-    completions: list[Completion]
-    stats: list[EngineStats]
-    """One record per engine and call."""
-    texts: list[Any] | None = None
-    """What reward functions see, where it is more than the decoded completions: dialogues."""
-    columns: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Further arguments of the reward functions."""
-    figures: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Further figures for the log: this rank's numerator and denominator."""
-    places: list[int] = field(default_factory=list)
-    """Of the rows among all rows of this rank's generation batch, where they are not all of them."""
-    prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Token ids of all ranks' prompts, by index; empty where completions are no longer the engines' first answers."""
-    everyone: Mapping[tuple[int, int], Completion] = field(default_factory=dict)
-    """All ranks' completions, by prompt index and copy; copies are counted in the order of ranks and rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Rows of this rank that the engines have answered once."""
-
-    answered: Answered
-    copies: list[int]
-    """Of each row: which copy of its prompt it is, counted over all ranks."""
-    policy_version: int
-    seed: int | None
-
-
 Further = Callable[[Asked], Answered]
 """Takes completions on to their end where one call of the engines is not enough; every rank calls it."""
 Replacement = Callable[[Sequence[Row], int, int | None], Answered]
 """Answers rows in place of the engines: rows, policy version, seed of the generation batch; every rank calls it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rated:
-    """Answered rows with their rewards, not compared with each other yet; one entry per row in each list."""
-
-    answered: Answered
-    texts: list[Any]
-    """What reward functions saw: strings, or lists of messages."""
-    rewards: torch.Tensor
-    """float32 [n, F], NaN for None."""
-    extras: dict[str, list[Any]] = field(default_factory=dict)
-    """Columns that reward functions added with ``log_extra``."""
 
 
 class Rollout:
@@ -197,7 +116,7 @@ class Rollout:
             answered = self._answered(begun.rows, pending, range(len(pending.groups)), stats)
             if self._further is None:
                 return answered
-            first = {p.index: itertools.count(n) for p, n in zip(pending.prompts, pending.first_copy, strict=True)}
+            first = {p.index: itertools.count(n) for p, n in pending.mine()}
             copies = [next(first[row[PROMPT_INDEX]]) for row in begun.rows]
             return self._further(Asked(answered, copies, pending.policy_version, begun.seed))
 
@@ -213,11 +132,7 @@ class Rollout:
         all_rows: Sequence[Row], pending: Pending, groups: Sequence[int], stats: list[EngineStats]
     ) -> Answered:
         prompts = {pending.groups[group].index: pending.groups[group].token_ids for group in groups}
-        mine = [
-            (prompt, first)
-            for prompt, first in zip(pending.prompts, pending.first_copy, strict=True)
-            if prompt.index in prompts
-        ]
+        mine = [(prompt, first) for prompt, first in pending.mine() if prompt.index in prompts]
         answers = {prompt.index: iter(a) for (prompt, _), a in zip(mine, pending.rows(mine), strict=True)}
         places = [place for place, row in enumerate(all_rows) if row[PROMPT_INDEX] in prompts]
         rows = [all_rows[place] for place in places]
@@ -253,8 +168,8 @@ class Rollout:
                 {**self._columns(rows), **answered.columns},
                 groups=[row[PROMPT_INDEX] for row in rows],
                 trainer_state=trainer_state,
-                log_extra=_extra_logger(extras, len(rows)),
-                log_metric=_metric_logger(metrics),
+                log_extra=extra_logger(extras, len(rows)),
+                log_metric=metric_logger(metrics),
             )
         return Rated(answered, texts, rewards, extras)
 
@@ -402,31 +317,3 @@ class Rollout:
             aggregation=self.settings.multi_objective_aggregation,
             scale_rewards=self.settings.scale_rewards,
         )
-
-
-RESERVED_METRICS = re.compile(
-    r"(loss|grad_norm|learning_rate|epoch|step|step_time|num_tokens|kl|entropy|reward|reward_std|frac_reward_zero_std|"
-    r"staleness|policy_loss|entropy_coef|aux_loss|cispo_clip_ratio)$|"
-    r"(balance|completions|prompts|rank|rewards|engine|time|dynamic_sampling|clip_ratio|policy_ratio|sampling|tools|vespo)/|eval_"
-)
-"""Names of the trainer's own figures."""
-
-
-def _metric_logger(metrics: MetricBuffer) -> Callable[[str, float], None]:
-    def log_metric(name: str, value: float) -> None:
-        if RESERVED_METRICS.match(name):
-            raise ValueError(f"log_metric({name!r}): the trainer logs a figure of that name itself. Use another one.")
-        metrics.mean(name, value)
-
-    return log_metric
-
-
-def _extra_logger(extras: dict[str, list[Any]], expected: int) -> Callable[[str, Sequence[Any]], None]:
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        if column in ("step", "prompt", "completion", "advantage"):
-            raise ValueError(f"log_extra({column!r}): the table has a column of that name itself. Use another one.")
-        if len(values) != expected:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} value(s) for {expected} completions.")
-        extras[column] = list(values)
-
-    return log_extra

@@ -9,10 +9,10 @@ from typing import Any
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.errors import ConfigError, PeerError, RolloutError
-from colocate_rl.rollout.collect import Answered, Row
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt
+from colocate_rl.rollout.stages import Answered, Row
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 """``rollout_func(prompts, trainer)``, as in TRL."""

@@ -9,10 +9,8 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from colocate_rl.collectives import Collectives
@@ -21,7 +19,6 @@ from colocate_rl.engine.protocol import (
     Background,
     Completion,
     Engine,
-    FinishReason,
     Incremental,
     Request,
     SamplingSpec,
@@ -29,50 +26,11 @@ from colocate_rl.engine.protocol import (
     Work,
 )
 from colocate_rl.errors import EngineError
-from colocate_rl.placement import Placement, split_evenly
-from colocate_rl.rollout.handout import ExpectedLengths, Group, Part, Plan, plan
+from colocate_rl.placement import Placement
+from colocate_rl.rollout.exchange import Answer, gather_answers, gather_groups
+from colocate_rl.rollout.handout import ExpectedLengths, Group, Part, plan
+from colocate_rl.rollout.pending import Pending
 from colocate_rl.rollout.records import EngineStats, Prompt
-
-_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
-
-Answer = tuple[int, list[Completion]]
-"""Position of a part in its plan, and the completions of its copies."""
-
-
-@dataclass(slots=True)
-class Pending:
-    """A generation batch that the engines have been asked for, and what has come of it so far."""
-
-    prompts: list[Prompt]
-    """This rank's."""
-    first_copy: list[int]
-    """Of each of them, the first copy that is this rank's."""
-    groups: list[Group]
-    plan: Plan
-    work: Work
-    """Of the engine of this rank; without requests where there is none."""
-    positions: list[int]
-    """In the plan, of each request of ``work``."""
-    sampling: SamplingSpec
-    policy_version: int
-    completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
-    """Those of all ranks that have come, by prompt index and copy."""
-    missing: list[int] = field(default_factory=list)
-    """Copies of each group that have not come."""
-    answered: list[list[Part]] = field(default_factory=list)
-    """Parts that each engine has answered."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every completion has come."""
-        return not any(self.missing)
-
-    def rows(self, prompts: Sequence[tuple[Prompt, int]]) -> list[list[Completion]]:
-        """Completions of some of this rank's prompts, each given with its first copy."""
-        return [
-            [self.completions[prompt.index, copy] for copy in range(first, first + prompt.num_copies)]
-            for prompt, first in prompts
-        ]
 
 
 class Generator:
@@ -136,7 +94,7 @@ class Generator:
             seed: of this rollout, the same on all ranks: completions then depend on it, the prompt's index and the copy
                 alone, not on the number of engines. None: the engines sample from their own streams.
         """
-        groups, first_copy = self._gather_groups(prompts)
+        groups, first_copy = gather_groups(self._collectives, prompts)
         with self._collectives.failing_together("checking prompts"):
             for group in groups:
                 self._check_prompt(len(group.token_ids), f"The prompt of row {group.index}")
@@ -177,7 +135,7 @@ class Generator:
         answers: list[Answer] = []
         with self._collectives.failing_together("generating completions"):
             if isinstance(self._engine, Background) and pending.work.requests:
-                answers = _checked(self._engine.poll(timeout_s), pending)
+                answers = pending.checked(self._engine.poll(timeout_s))
         before = list(pending.missing)
         self._exchange(answers, pending)
         return [group for group, count in enumerate(before) if count and not pending.missing[group]]
@@ -194,7 +152,7 @@ class Generator:
         with self._collectives.failing_together("generating completions"):
             if self._engine is not None and pending.work.requests:
                 answers, span = _answer(self._engine, pending)
-                answers = _checked(answers, pending)
+                answers = pending.checked(answers)
         self._exchange(answers, pending)
         with self._collectives.failing_together("collecting completions"):
             lost = sum(pending.missing)
@@ -205,13 +163,13 @@ class Generator:
             self.expected.note(group.index, [len(pending.completions[group.index, c].token_ids) for c in copies])
         spans = self._collectives.gather_ragged(torch.tensor([[span.start, span.end]], dtype=torch.float64))
         stats = []
-        in_order = _tokens_in_order(pending)
+        in_order = pending.tokens_in_order()
         for engine, parts in enumerate(pending.answered):
             start, end = spans[self._placement.host_of(engine)][0].tolist()
-            tokens = _num_tokens(parts, pending)
+            tokens = pending.num_tokens(engine)
             spans_of = (Span(start, end),) if parts else ()
             stats.append(EngineStats(engine, len(parts), tokens, end - start, spans_of, in_order[engine]))
-        return pending.rows(list(zip(pending.prompts, pending.first_copy, strict=True))), stats
+        return pending.rows(pending.mine()), stats
 
     def generate(
         self,
@@ -241,60 +199,12 @@ class Generator:
                 (self._claims_folder / name).unlink(missing_ok=True)
         return FileClaims(self._claims_folder / str(self._number))
 
-    def _gather_groups(self, prompts: Sequence[Prompt]) -> tuple[list[Group], list[int]]:
-        """Merges all ranks' prompts to groups, and finds the first copy that belongs to each local prompt."""
-        heads = torch.tensor([[p.index, p.num_copies, len(p.token_ids)] for p in prompts], dtype=torch.int64)
-        ids = torch.tensor([token for p in prompts for token in p.token_ids], dtype=torch.int64)
-        all_heads = self._collectives.gather_ragged(heads.view(-1, 3))
-        all_ids = self._collectives.gather_ragged(ids)
-        groups: dict[int, Group] = {}
-        first_copy: list[int] = []
-        for rank, (rank_heads, rank_ids) in enumerate(zip(all_heads, all_ids, strict=True)):
-            position = 0
-            tokens = rank_ids.tolist()
-            for index, copies, length in rank_heads.tolist():
-                token_ids = tuple(tokens[position : position + length])
-                position += length
-                known = groups.get(index)
-                if known is not None and known.token_ids != token_ids:
-                    raise EngineError(f"ranks disagree about the tokens of prompt {index}: {known.token_ids[:8]}...")
-                before = 0 if known is None else known.num_copies
-                groups[index] = Group(index, token_ids, before + copies)
-                if rank == self._collectives.rank:
-                    first_copy.append(before)
-        return list(groups.values()), first_copy
-
     def _exchange(self, answers: Sequence[Answer], pending: Pending) -> None:
-        """Shares every engine's completions with all ranks, as flat tensors."""
+        """Shares every engine's completions with all ranks."""
         speaks = self._shard is not None and self._shard.index == 0
-        flat = [(position, completion) for position, part in answers for completion in part] if speaks else []
-        heads = torch.tensor(
-            [[position, len(c.token_ids), _FINISH_REASONS.index(c.finish_reason)] for position, c in flat],
-            dtype=torch.int64,
-        )
-        gather = self._collectives.gather_ragged
-        all_heads = gather(heads.view(-1, 3))
-        if not any(len(rank_heads) for rank_heads in all_heads):
-            return
-        all_ids = gather(torch.from_numpy(_joined([c.token_ids for _, c in flat], np.int64)))
-        all_logprobs = gather(torch.from_numpy(_joined([c.sampling_logprobs for _, c in flat], np.float32)))
+        told = gather_answers(self._collectives, answers if speaks else [], pending.policy_version)
         for engine in range(self._placement.num_engines):
-            rank = self._placement.host_of(engine)
-            tokens, values = all_ids[rank].tolist(), all_logprobs[rank].tolist()
-            copy, place = 0, 0
-            for position, length, reason in all_heads[rank].tolist():
-                part = pending.plan.parts[position]
-                group = pending.groups[part.group]
-                span = slice(place, place + length)
-                pending.completions[group.index, part.first_copy + copy] = Completion(
-                    tokens[span], values[span], _FINISH_REASONS[reason], pending.policy_version
-                )
-                pending.missing[part.group] -= 1
-                place += length
-                copy += 1
-                if copy == part.num_copies:
-                    pending.answered[engine].append(part)
-                    copy = 0
+            pending.take(engine, told[self._placement.host_of(engine)])
 
 
 def _answer(engine: Engine, pending: Pending) -> tuple[list[Answer], Span]:
@@ -312,49 +222,10 @@ def _answer(engine: Engine, pending: Pending) -> tuple[list[Answer], Span]:
     return answers, Span(start, time.monotonic())
 
 
-def _checked(answers: Sequence[Answer], pending: Pending) -> list[Answer]:
-    """The same with positions in the plan, when every prompt has what it was asked for.
-
-    Raises:
-        EngineError: when completions or log-probabilities are missing.
-    """
-    for request, completions in answers:
-        wanted = pending.work.requests[request].num_completions
-        if len(completions) != wanted:
-            raise EngineError(f"the engine was asked for {wanted} completions of a prompt and gave {len(completions)}.")
-        for completion in completions:
-            if len(completion.token_ids) != len(completion.sampling_logprobs):
-                raise EngineError(
-                    f"the engine gave {len(completion.token_ids)} token ids but "
-                    f"{len(completion.sampling_logprobs)} log-probabilities for one completion."
-                )
-    return [(pending.positions[request], completions) for request, completions in answers]
-
-
-def _num_tokens(parts: Sequence[Part], pending: Pending) -> int:
-    """Sampled tokens of some parts."""
-    return sum(
-        len(pending.completions[pending.groups[part.group].index, part.first_copy + copy].token_ids)
-        for part in parts
-        for copy in range(part.num_copies)
-    )
-
-
-def _tokens_in_order(pending: Pending) -> list[int]:
-    """Sampled tokens of each engine, had it been given consecutive rows."""
-    rows = [(group.index, copy) for group in pending.groups for copy in range(group.num_copies)]
-    spans = split_evenly(len(rows), len(pending.answered))
-    return [sum(len(pending.completions[rows[place]].token_ids) for place in span) for span in spans]
-
-
 def _request(groups: Sequence[Group], part: Part, seed: int | None) -> Request:
     group = groups[part.group]
     own = None if seed is None else request_seed(seed, group.index) + part.first_copy
     return Request(group.token_ids, part.num_copies, own)
-
-
-def _joined(lists: Sequence[Sequence[int] | Sequence[float]], dtype: type) -> np.ndarray:
-    return np.concatenate([np.asarray(values, dtype=dtype) for values in lists]) if lists else np.zeros(0, dtype)
 
 
 def request_seed(seed: int, index: int) -> int:

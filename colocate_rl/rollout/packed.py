@@ -8,8 +8,8 @@ import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, FinishReason
-from colocate_rl.rollout.collect import Answered, Row
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Answered, Row
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 

@@ -15,9 +15,9 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.advantages import NO_SPREAD, score_groups, weighted_sum
-from colocate_rl.rollout.collect import Answered, Rated, Row
 from colocate_rl.rollout.figures import group_positions
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Answered, Rated, Row
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Row]], Rated]

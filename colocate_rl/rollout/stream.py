@@ -11,10 +11,11 @@ from typing import Any
 
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout import figures
-from colocate_rl.rollout.collect import Answered, Begun, Rollout, Scored
+from colocate_rl.rollout.collect import Begun, Rollout
 from colocate_rl.rollout.figures import Compared
-from colocate_rl.rollout.generate import Pending
+from colocate_rl.rollout.pending import Pending
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.rollout.stages import Answered, Scored
 
 POLL_S = 0.01
 """Longest wait of an engine's host in a round: the others, whose engines may have more, wait for it."""

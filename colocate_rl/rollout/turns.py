@@ -14,12 +14,12 @@ import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, FinishReason, SamplingSpec
-from colocate_rl.rollout.collect import Answered, Asked
 from colocate_rl.rollout.dialogue import Message, ToolFormat, calls_of
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Answered, Asked
 from colocate_rl.rollout.tools import ToolBox, ToolResult
 
 COPY_BITS = 20

@@ -14,12 +14,13 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
 from colocate_rl.metrics import MetricBuffer, PhaseClock
 from colocate_rl.placement import Placement
-from colocate_rl.rollout.collect import Rollout, RolloutSettings, Scored
+from colocate_rl.rollout.collect import Rollout, RolloutSettings
 from colocate_rl.rollout.generate import Generator, request_seed
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Scored
 from tests.ranks.launch import Ranks, outcome
 from tests.ranks.scripted import Fault, ScriptedEngine, scripted_completion, seed_source
 from tests.tiny import tiny_tokenizer

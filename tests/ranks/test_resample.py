@@ -11,11 +11,12 @@ import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.rollout.collect import Rollout, Row, Scored
+from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Row, Scored
 from colocate_rl.scoring.contract import RewardOptions
 from tests.ranks.launch import Ranks
 from tests.ranks.test_collect import ROWS, SEED, SPLITS, by_tokens, cut, make_rollout, make_rows

@@ -11,7 +11,7 @@ import torch
 
 from colocate_rl import GRPOConfig, GRPOTrainer, engines
 from colocate_rl.options import LossType, choices
-from colocate_rl.rollout.collect import RESERVED_METRICS
+from colocate_rl.rollout.rewardlog import RESERVED_METRICS
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_padding_free_run import LengthyEngine, even_ids
 from tests.unit.test_routers import CONFIGS, make_model

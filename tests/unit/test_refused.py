@@ -15,7 +15,7 @@ from colocate_rl.completions import CompletionLog
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.preflight import Given, check_run
-from colocate_rl.rollout.collect import _metric_logger
+from colocate_rl.rollout.rewardlog import metric_logger
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.training.policy import disable_dropout, has_dropout
 from tests.tiny import save_tiny, tiny_config, tiny_model, tiny_tokenizer
@@ -78,12 +78,12 @@ def test_what_one_reward_changes_the_next_does_not_see() -> None:
 @pytest.mark.parametrize("name", ["reward", "loss", "time/mine", "eval_reward", "kl"])
 def test_a_metric_under_the_trainers_own_name(name: str) -> None:
     with pytest.raises(ValueError, match="of that name itself"):
-        _metric_logger(MetricBuffer())(name, 1.0)
+        metric_logger(MetricBuffer())(name, 1.0)
 
 
 def test_a_metric_under_another_name() -> None:
     metrics = MetricBuffer()
-    _metric_logger(metrics)("rewarding", 2.0)
+    metric_logger(metrics)("rewarding", 2.0)
     assert metrics.flush(Collectives(torch.device("cpu"))) == {"rewarding": 2.0}
 
 

@@ -11,11 +11,11 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.rollout.collect import Answered, Rated
 from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.records import EngineStats
 from colocate_rl.rollout.resample import Resampler, _joined, flat_groups, replaced
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Answered, Rated
 
 pytestmark = pytest.mark.unit
 

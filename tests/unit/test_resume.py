@@ -14,9 +14,9 @@ from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.resume import HEADER, file_name
-from colocate_rl.rollout.collect import Answered
 from colocate_rl.rollout.packed import pack_answers, unpack_answers
 from colocate_rl.rollout.sampler import PROMPT_INDEX
+from colocate_rl.rollout.stages import Answered
 from tests.resuming import BackgroundStreamEngine, Ran, StreamEngine, assert_same_run, make, run
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(200)]

@@ -9,7 +9,7 @@ import pytest
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.errors import EngineError
 from colocate_rl.metrics import PhaseClock
-from colocate_rl.rollout.collect import Answered
+from colocate_rl.rollout.stages import Answered
 from colocate_rl.schedule import OneStepAhead, Synchronous
 
 
