@@ -14,6 +14,7 @@ from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.rollout.stages import Row
+from colocate_rl.training.fixed import FixedLogprobs
 from colocate_rl.training.objective import Objective
 
 
@@ -24,8 +25,7 @@ class Evaluator:
     args: GRPOConfig
     rollout: Rollout
     objective: Objective
-    ref_logprobs: Callable[[RolloutBatch], torch.Tensor] | None
-    """The reference's log-probabilities of a batch; None: no reference is needed."""
+    fixed: FixedLogprobs
     collectives: Collectives
     seed: Callable[[int], int | None]
     """Of a generation batch of the evaluation, by its number; None: the engines' own streams."""
@@ -60,9 +60,7 @@ class Evaluator:
         most = int(self.collectives.max(torch.tensor([batch.num_rows])))
         for start in range(0, most, size):  # as often on every rank: an objective may compare them
             part = batch.rows(range(min(start, batch.num_rows), min(start + size, batch.num_rows)))
-            if self.ref_logprobs is not None:
-                part = part.with_logprobs(ref_logprobs=self.ref_logprobs(part))
-            part = part.to(self.args.device)
+            part = self.fixed.add_reference(part).to(self.args.device)
             with torch.no_grad():
                 loss, _ = self.objective.loss(policy, policy, part, float(part.loss_mask.sum()), metrics)
             rows = torch.tensor(float(part.num_rows))

@@ -17,19 +17,17 @@ for such work, at the price of data one version old. Lengths with a long tail ov
 groups, started first, decode while the others are trained: so the default starts everything at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.collect import Rollout
-from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.rollout.stages import Answered, Row, Scored
 from colocate_rl.rollout.stream import Stream
 from colocate_rl.schedule import Streamed
+from colocate_rl.training.fixed import FixedLogprobs
 from colocate_rl.training.objective import Objective
 from colocate_rl.training.passes import Passes, Runner
 
@@ -41,14 +39,11 @@ class Streamer:
     schedule: Streamed
     rollout: Rollout
     objective: Objective
-    ref_logprobs: Callable[[RolloutBatch], torch.Tensor] | None
-    """The reference's log-probabilities of a batch; None: no reference is needed."""
+    fixed: FixedLogprobs
     collectives: Collectives
     metrics: MetricBuffer
     num_slices: int
     """Slices of a generation batch on each rank."""
-    old_logprobs: str
-    """See :class:`colocate_rl.options.GRPOOptions`."""
 
     def train(
         self,
@@ -77,17 +72,11 @@ class Streamer:
         passes = Passes(self.objective, runner, slices, expected_tokens, self.metrics)
         passes.open()
         for arrived in stream.rounds():
-            passes.add(self._with_fixed_logprobs(arrived.batch), arrived.places)
+            batch = arrived.batch
+            passes.add(self.fixed.add(batch) if batch.num_rows else batch, arrived.places)
         answered, scored = stream.finish()
         self.schedule.end()
         return StreamedBatch(answered, scored, passes)
-
-    def _with_fixed_logprobs(self, batch: RolloutBatch) -> RolloutBatch:
-        old = batch.sampling_logprobs if self.old_logprobs == "sampling" else None
-        ref = None
-        if self.ref_logprobs is not None and batch.num_rows:
-            ref = self.ref_logprobs(batch)
-        return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
 
 
 @dataclass(frozen=True, slots=True)

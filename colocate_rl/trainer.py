@@ -27,6 +27,7 @@ from colocate_rl.config import GRPOConfig
 from colocate_rl.evaluation import Evaluator
 from colocate_rl.hooks import SteadyHeap, StepHooks
 from colocate_rl.metrics import PhaseClock
+from colocate_rl.occasions import Occasion, Occasions
 from colocate_rl.positions import Positions
 from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.custom import FreeGenerator
@@ -46,6 +47,7 @@ from colocate_rl.streaming import StreamedBatch, Streamer
 from colocate_rl.sync import WeightSync
 from colocate_rl.training import adapters, compiling
 from colocate_rl.training import policy as policies
+from colocate_rl.training.fixed import FixedLogprobs
 from colocate_rl.training.loading import load_models
 from colocate_rl.training.passes import Runner
 
@@ -123,8 +125,7 @@ class GRPOTrainer(Trainer):
             )
             checked = preflight.check_run(args, self.collectives, given)
             multiturn.check_template(longer, args, checked.tokenizer, model, checked.config)
-        self.tools = list(tools or [])
-        self.rollout_func = rollout_func
+        self.tools, self.rollout_func = list(tools or []), rollout_func
         self.placement = checked.placement
         rewards = checked.rewards
         self.reward_funcs, self.reward_func_names, self.reward_weights = (
@@ -165,11 +166,12 @@ class GRPOTrainer(Trainer):
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
         with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
         self._objective = speedups.decide(args, policy, self.ref_model, with_padding, self.collectives)
+        self._fixed = FixedLogprobs(self._objective, policy, self.ref_model, args.beta != 0.0, args.old_logprobs_source)
         self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
         with clock.phase(progress.BUILDING):
             self._build_engines(checked, longest, longer)
         self._train_sampler: RepeatSampler | None = None
-        self._evaluated = self._logs_together = False
+        self._occasions = Occasions()
         self._buffer: list[RolloutBatch] = []
         self._streamed: StreamedBatch | None = None
         self._resumed_from: Path | None = None
@@ -253,11 +255,10 @@ class GRPOTrainer(Trainer):
             schedule,
             self.rollout,
             self._objective,
-            self._ref_logprobs if self.args.beta != 0.0 else None,
+            self._fixed,
             self.collectives,
             self._log.metrics,
             self.args.steps_per_generation,
-            self.args.old_logprobs_source,
         )
         return schedule
 
@@ -361,35 +362,16 @@ class GRPOTrainer(Trainer):
         counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
         self._note_rollout(scored, counts, rated.answered.stats)
         slices = batch.rows(self._order_of_rows(batch.num_rows, number)).split(args.steps_per_generation)
-        return [self._with_fixed_logprobs(part, position) for position, part in enumerate(slices)]
+        return [
+            self._fixed.add(part, policy_moves=self._positions.moves_before(position))
+            for position, part in enumerate(slices)
+        ]
 
     def _order_of_rows(self, num_rows: int, number: int) -> list[int]:
         """Shuffled where several optimizer steps share the rows; one step sees them all, groups stay together."""
         if not self._positions.several_updates:
             return list(range(num_rows))
         return self._streams.order(num_rows, number)
-
-    def _with_fixed_logprobs(self, batch: RolloutBatch, position: int) -> RolloutBatch:
-        """Adds the log-probabilities that do not change while the generation batch is used.
-
-        Old ones are computed only for micro-batches whose first turn comes after the policy has moved: before that the
-        live ones are the same numbers, and are kept by :meth:`compute_loss` for later turns.
-        """
-        old = ref = None
-        if self.args.old_logprobs_source == "sampling":
-            old = batch.sampling_logprobs
-        elif self._positions.moves_before(position):
-            old = self._objective.logprobs(self.accelerator.unwrap_model(self.model), batch).cpu()
-        if self.args.beta != 0.0:
-            ref = self._ref_logprobs(batch)
-        return batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
-
-    def _ref_logprobs(self, batch: RolloutBatch) -> torch.Tensor:
-        if self.ref_model is not None:
-            return self._objective.logprobs(self.ref_model, batch).cpu()
-        policy = self.accelerator.unwrap_model(self.model)
-        with adapters.reference_weights(policy):
-            return self._objective.logprobs(policy, batch).cpu()
 
     def _note_rollout(self, scored: Scored, counts: torch.Tensor, stats: Sequence[EngineStats]) -> None:
         """Logs a generation batch, of which this rank trains ``counts``: int64 [2], tokens and tokens in the loss."""
@@ -477,20 +459,17 @@ class GRPOTrainer(Trainer):
         def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-        ref_logprobs = self._ref_logprobs if self.args.beta != 0.0 else None
         sampling = (self._streams.evaluation_seed, self._generator.other_prompts)
-        evaluator = Evaluator(self.args, self.rollout, self._objective, ref_logprobs, self.collectives, *sampling)
+        evaluator = Evaluator(self.args, self.rollout, self._objective, self._fixed, self.collectives, *sampling)
         figures, total = evaluator.run(policy, dataloader, self.state, after_batch)
         values = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        self._evaluated = True  # the next log is this evaluation's, whatever its prefix
+        self._occasions.evaluated()
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=total)  # type: ignore[arg-type]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``Trainer``; unlike an evaluation it logs nothing."""
-        try:
+        with self._occasions.only_predicting():
             return super().predict(*args, **kwargs)
-        finally:
-            self._evaluated = False
 
     # Logs and checkpoints
 
@@ -500,34 +479,24 @@ class GRPOTrainer(Trainer):
         Figures are joined over ranks only in the trainer's own logs, which all ranks reach together: a user may log on
         one rank alone.
         """
-        is_eval, self._evaluated = self._evaluated, False
-        own = self._logs_together and not logs.keys().isdisjoint(("learning_rate", "train_runtime"))
-        if not is_eval and not own:  # a user's, perhaps from a callback of the trainer's own log, save or evaluation
-            super().log(logs, start_time)
-            return
-        if not is_eval:
+        occasion = self._occasions.of(logs)
+        if occasion is Occasion.STEPS:
             logs = {**logs, **self._log.flush()}  # type: ignore[dict-item]
         super().log(logs, start_time)
+        if occasion is Occasion.USER:
+            return
         with self.collectives.failing_together("writing the log"):
             if self.is_world_process_zero():
-                rows = self._log.write(self.state.global_step, logs, with_completions=not is_eval)
+                rows = self._log.write(self.state.global_step, logs, with_completions=occasion is Occasion.STEPS)
                 trackers.send_completions(self.callback_handler.callbacks, rows, self.state.global_step)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        with self._logging_together():
+        with self._occasions.all_ranks():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        with self._logging_together():
+        with self._occasions.all_ranks():
             return super()._finalize_training(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _logging_together(self) -> Iterator[None]:
-        self._logs_together = True
-        try:
-            yield
-        finally:
-            self._logs_together = False
 
     def begin_step(self) -> None:
         """Starts the clock of an optimizer step."""
