@@ -121,6 +121,11 @@ class PhaseClock:
         self.announce: Callable[[str], None] = lambda phase: None
         """Told the name of each phase as it begins; what is no phase is "train"."""
 
+    @classmethod
+    def of(cls, device: torch.device) -> "PhaseClock":
+        """A clock for work on a device."""
+        return cls((lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None))
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a ``with`` block."""

@@ -8,16 +8,19 @@ from typing import Any, TypeAlias
 import datasets
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from colocate_rl import engines
+from colocate_rl import engines, multiturn
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.spec import vllm_version
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.placement import Placement
+from colocate_rl.rollout.custom import RolloutFunction
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.rewards import Reward, Rewards
+from colocate_rl.rollout.tools import Tool
 from colocate_rl.scoring.contract import RewardOptions
 from colocate_rl.scoring.models import ModelOptions
+from colocate_rl.training import adapters
 from colocate_rl.training import policy as policies
 from colocate_rl.training.routers import router_loss
 
@@ -42,6 +45,8 @@ class Checked:
     """Context window of the engines in tokens, None when unknown."""
     longest_prompt: int
     """Tokens of the longest training prompt among this rank's share."""
+    longer: multiturn.Plan
+    """What is wanted beyond one call of the engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,11 @@ class Given:
     reward_funcs: Reward | Sequence[Reward] | None = None
     reward_processing_classes: RewardTokenizers = None
     tokenizer: PreTrainedTokenizerBase | None = None
-    schemas: Sequence[Mapping[str, Any]] = ()
-    """Of the tools, which are part of every prompt."""
+    peft_config: Any = None
+    quantization_config: Any = None
+    tools: Sequence[Tool] | None = None
+    rollout_func: RolloutFunction | None = None
+    environment_factory: Any = None
 
 
 def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Checked:
@@ -65,6 +73,8 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
         ColocateError: the first problem found.
     """
     model, tokenizer, train_dataset = given.model, given.tokenizer, given.train_dataset
+    adapters.check_arguments(model, given.peft_config, given.quantization_config, args=args)
+    longer = multiturn.plan(args, given.tools, given.rollout_func, given.environment_factory)
     placement = _placement(args, collectives.world_size)
     rewards = make_rewards(args, given.reward_funcs, given.reward_processing_classes)
     if train_dataset is None:
@@ -107,11 +117,12 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
             f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
     assert not isinstance(args.chat_template_kwargs, str)
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs, given.schemas)
+    codec = PromptCodec(tokenizer, args.chat_template_kwargs, longer.schemas)
     longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
     for name, rows in eval_sets(given.eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
-    return Checked(placement, rewards, config, tokenizer, window, longest)
+    multiturn.check_template(longer, args, tokenizer, model, config)
+    return Checked(placement, rewards, config, tokenizer, window, longest, longer)
 
 
 def _placement(args: GRPOConfig, num_ranks: int) -> Placement:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import engines, loaders, multiturn, preflight, progress, resume, senders, settings, speedups, trackers
+from colocate_rl import loaders, preflight, progress, resume, settings, speedups, startup, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.evaluation import Evaluator
@@ -29,27 +28,18 @@ from colocate_rl.hooks import SteadyHeap, StepHooks
 from colocate_rl.metrics import PhaseClock
 from colocate_rl.occasions import Occasion, Occasions
 from colocate_rl.positions import Positions
-from colocate_rl.rollout.collect import Rollout
-from colocate_rl.rollout.custom import FreeGenerator
 from colocate_rl.rollout.feed import BatchFeed
-from colocate_rl.rollout.generate import Generator
-from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
-from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.rewards import Reward
 from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.rollout.stages import Row, Scored
 from colocate_rl.runlog import RunLog
 from colocate_rl.runreport import RunReport
-from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
-from colocate_rl.seeding import SamplingStreams
+from colocate_rl.schedule import Streamed
 from colocate_rl.streaming import StreamedBatch, Streamer
-from colocate_rl.sync import WeightSync
-from colocate_rl.training import adapters, compiling
-from colocate_rl.training import policy as policies
 from colocate_rl.training.fixed import FixedLogprobs
-from colocate_rl.training.loading import load_models
 from colocate_rl.training.passes import Runner
+from colocate_rl.wiring import Wiring, choose_schedule, make_resampler
 
 logger = logging.getLogger(__name__)
 
@@ -111,43 +101,30 @@ class GRPOTrainer(Trainer):
         name = model if isinstance(model, str) else model.config._name_or_path
         args = args if args is not None else GRPOConfig(f"{Path(name).resolve().name}-GRPO")
         self.collectives = Collectives(args.device)
-        with self.collectives.failing_together("checking the run"):
-            adapters.check_arguments(model, peft_config, quantization_config, args=args)
-            longer = multiturn.plan(args, tools, rollout_func, environment_factory)
-            given = preflight.Given(
-                model,
-                train_dataset,
-                eval_dataset,
-                reward_funcs,
-                reward_processing_classes,
-                processing_class,
-                longer.schemas,
-            )
-            checked = preflight.check_run(args, self.collectives, given)
-            multiturn.check_template(longer, args, checked.tokenizer, model, checked.config)
-        self.tools, self.rollout_func = list(tools or []), rollout_func
-        self.placement = checked.placement
-        rewards = checked.rewards
-        self.reward_funcs, self.reward_func_names, self.reward_weights = (
-            rewards.functions,
-            rewards.names,
-            rewards.weights,
+        given = preflight.Given(
+            model=model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            tokenizer=processing_class,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
         )
-        set_seed(args.seed)
-        with self.collectives.failing_together("loading the model"):
-            policy, self.ref_model = load_models(model, args, peft_config, quantization_config)
-        with self.collectives.failing_together("preparing rewards"):
-            checked.rewards.prepare(args.device)
-        self.reward_processing_classes = checked.rewards.processing_classes
-        longest = int(self.collectives.max(torch.tensor([checked.longest_prompt])))
-        settings.decide_checkpointing(args, policy, self.placement, longest)
-        if args.gradient_checkpointing and adapters.has_adapter(policy):
-            policy.enable_input_require_grads()  # else nothing before the first adapter would ask for a gradient
-        self.eos_token_ids = policies.end_token_ids(policy, checked.tokenizer)
-        policies.set_pad_token(policy, policies.pad_token_id(checked.tokenizer))
+        with self.collectives.failing_together("checking the run"):
+            checked = preflight.check_run(args, self.collectives, given)
+        loaded = startup.load(args, self.collectives, given, checked)
+        rewards = checked.rewards
+        self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
+        self.reward_weights, self.reward_processing_classes = rewards.weights, rewards.processing_classes
+        self.tools, self.rollout_func = list(tools or []), rollout_func
+        self.placement, self.ref_model, self.eos_token_ids = checked.placement, loaded.reference, loaded.end_token_ids
         self._heap = SteadyHeap()
         super().__init__(
-            model=policy,
+            model=loaded.policy,
             args=args,
             data_collator=loaders.as_list,  # type: ignore[arg-type]  # rows stay rows until they are a rollout
             train_dataset=train_dataset,
@@ -161,15 +138,12 @@ class GRPOTrainer(Trainer):
         if self.ref_model is not None:
             nn.Module.to(self.ref_model, args.device)
         set_seed(args.seed, device_specific=True)
-        clock = PhaseClock(_synchronizer(args.device))
+        clock = PhaseClock.of(args.device)
         clock.announce = progress.replace_bar(self, self.is_world_process_zero())
         self._log = RunLog(args, self.collectives, clock, self.placement.num_engines, rewards.names)
-        with_padding = settings.objective(args, policy.config, self.accelerator.autocast, self.collectives)
-        self._objective = speedups.decide(args, policy, self.ref_model, with_padding, self.collectives)
-        self._fixed = FixedLogprobs(self._objective, policy, self.ref_model, args.beta != 0.0, args.old_logprobs_source)
-        self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
+        self._prepare_objective(loaded.policy)
         with clock.phase(progress.BUILDING):
-            self._build_engines(checked, longest, longer)
+            self._prepare_generation(checked, loaded)
         self._train_sampler: RepeatSampler | None = None
         self._occasions = Occasions()
         self._buffer: list[RolloutBatch] = []
@@ -181,92 +155,33 @@ class GRPOTrainer(Trainer):
         )
         self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
 
-    def _build_engines(self, checked: preflight.Checked, longest_prompt: int, longer: multiturn.Plan) -> None:
-        args, policy = self.args, self.accelerator.unwrap_model(self.model)
-        dtype = policies.model_dtype(policy)
-        window = policies.context_window(policy.config, args.vllm_max_model_length)
-        number_type = engines.engine_dtype(args, dtype)
-        sender = None
-        if args.use_vllm:
-            with self.collectives.failing_together("choosing how weights reach the engines"):
-                slot = senders.lora_slot(args, policy, number_type)
-            facts = engines.PolicyFacts(policy.config, dtype, window, longest_prompt, checked.tokenizer, slot)
-            self.engine = engines.build_engine(args, self.placement, self.collectives, facts)
-            sender = senders.sender_of(policy, number_type, slot)
-        else:
-            self.engine = engines.policy_engine(
-                args, self.placement, self.collectives.rank, adapters.causal_lm(policy), self._generating, window
-            )
-        self._generator = generator = Generator(
-            self.placement,
-            self.engine,
-            self.collectives,
-            lambda length, where: check_prompt_length(length, limit=window, where=where),
-            engines.shared_capacity(args, self.placement),
-        )
-        assert not isinstance(args.chat_template_kwargs, str)
-        codec = PromptCodec(checked.tokenizer, args.chat_template_kwargs, longer.schemas)
-        chosen = settings.rollout_settings(args, policies.pad_token_id(checked.tokenizer), self.eos_token_ids)
-        self._free_generator = FreeGenerator(codec, generator, self.collectives, chosen.sampling)
-        joint = multiturn.Joint(codec, generator, self.collectives, chosen.sampling, self.eos_token_ids, window)
-        vocab_size = policies.vocab_size(policy.config)
-        self.rollout = Rollout(
-            codec,
-            generator,
-            checked.rewards,
-            self.collectives,
-            chosen,
-            self._log.clock,
-            further=joint.tool_loop(longer, args),
-            replacement=joint.replacement(longer, self, self._free_generator, vocab_size),
-        )
-        probe = replace(self._objective, temperature=1.0, compiled=False)  # one short pass, not worth compiling for
-        self.weight_sync = WeightSync(
-            self.engine,
-            policy,
-            self.collectives,
-            lambda batch: probe.logprobs(policy, batch),
-            vocab_size=min(len(checked.tokenizer), policy.get_input_embeddings().weight.shape[0]),
-            gap_limit=settings.logprob_gap_limit(args, dtype),
-            sender=sender,
-        )
-        per_request = args.vllm_per_request_seeds
-        self._streams = SamplingStreams(self.engine, self.placement, self.collectives, args.seed, per_request)
-        clock, seed = self._log.clock, self._streams.begin_batch
-        self._resampler = None
-        if args.dynamic_sampling:
-            self._resampler = Resampler(
-                self.collectives,
-                self.reward_weights,
-                args.max_resample_tries,
-                aggregation=args.multi_objective_aggregation,
-            )
-        self.schedule: Schedule = Synchronous(self.rollout, self.weight_sync, clock, seed)
+    def _prepare_objective(self, policy: PreTrainedModel) -> None:
+        args, autocast = self.args, self.accelerator.autocast
+        with_padding = settings.objective(args, policy.config, autocast, self.collectives)
+        self._objective = speedups.decide(args, policy, self.ref_model, with_padding, self.collectives)
+        self._fixed = FixedLogprobs(self._objective, policy, self.ref_model, args.beta != 0.0, args.old_logprobs_source)
+        self._moving = settings.moving_parts(args, self.collectives, self._objective, self.ref_model)
+
+    def _prepare_generation(self, checked: preflight.Checked, loaded: startup.Loaded) -> None:
+        args, clock, autocast = self.args, self._log.clock, self.accelerator.autocast
+        wiring = Wiring(args, self.collectives, checked, loaded, self._objective, clock, autocast)
+        wired = wiring.join(trainer=self)
+        self.engine, self.rollout, self.weight_sync = wired.engine, wired.rollout, wired.weight_sync
+        self._generator, self._free_generator, self._streams = wired.generator, wired.free_generator, wired.streams
+        self._resampler = make_resampler(args, self.collectives, self.reward_weights)
+        self.schedule = choose_schedule(args, wired, clock, self._rows_of)
         self._streamer: Streamer | None = None
-        if args.overlap == "stream":
-            self.schedule = self._build_streamer()
-        elif args.overlap == "one_step":
-            self.schedule = OneStepAhead(self.rollout, self.weight_sync, clock, seed, self._rows_of, args.max_staleness)
-
-    def _build_streamer(self) -> Streamed:
-        assert self.args.steps_per_generation is not None
-        schedule = Streamed(self.rollout, self.weight_sync, self._log.clock, self._streams.begin_batch)
-        self._streamer = Streamer(
-            schedule,
-            self.rollout,
-            self._objective,
-            self._fixed,
-            self.collectives,
-            self._log.metrics,
-            self.args.steps_per_generation,
-        )
-        return schedule
-
-    @contextlib.contextmanager
-    def _generating(self) -> Iterator[None]:
-        """How the policy runs where it generates itself: a token at a time, which layers are not compiled for."""
-        with compiling.chosen(False), self.accelerator.autocast():
-            yield
+        if isinstance(self.schedule, Streamed):
+            assert args.steps_per_generation is not None
+            self._streamer = Streamer(
+                self.schedule,
+                self.rollout,
+                self._objective,
+                self._fixed,
+                self.collectives,
+                self._log.metrics,
+                args.steps_per_generation,
+            )
 
     # Data
 
@@ -569,7 +484,3 @@ class GRPOTrainer(Trainer):
         self.rollout.rewards.close()
         if self.engine is not None:
             self.engine.close()
-
-
-def _synchronizer(device: torch.device) -> Callable[[], None]:
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
