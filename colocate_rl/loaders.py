@@ -1,5 +1,6 @@
 """The loaders that feed rows to a rank: generation batches in training, every row once in evaluation."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -84,14 +85,52 @@ def batch_feed(
     )
 
 
-def micro_steps_at(args: GRPOConfig, feed: BatchFeed | StreamFeed, global_step: int) -> int:
-    """Micro-batches trained up to an optimizer step; an epoch's last step may have fewer than the others."""
-    accumulation = args.gradient_accumulation_steps
-    if feed.batches_per_epoch is None:
-        return global_step * accumulation
-    per_epoch = feed.batches_per_epoch * args.micro_batches_per_rollout
-    epochs, steps = divmod(global_step, -(-per_epoch // accumulation))
-    return epochs * per_epoch + steps * accumulation
+class TrainingRows:
+    """The rows that this rank trains on, given out by a loader and by the number of their generation batch.
+
+    Args:
+        args: the run's configuration.
+        rows: the training set.
+        collectives: of the training ranks.
+    """
+
+    def __init__(
+        self, args: GRPOConfig, rows: datasets.Dataset | datasets.IterableDataset, collectives: Collectives
+    ) -> None:
+        self._args = args
+        self._feed = batch_feed(args, rows, collectives)
+        self._sampler: RepeatSampler | None = None
+        self.is_stream = isinstance(rows, datasets.IterableDataset)
+        """The loader then gives this rank's rows alone; else it gives all ranks', of which accelerate picks."""
+        if isinstance(rows, datasets.IterableDataset):
+            self.loader = stream_loader(args, rows, collectives)
+        else:
+            self.loader, self._sampler = train_loader(args, rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Gives an epoch its own order of prompts, the same one after a resume; a stream does so itself."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def micro_steps_at(self, global_step: int) -> int:
+        """Micro-batches trained up to an optimizer step; an epoch's last step may have fewer than the others."""
+        accumulation = self._args.gradient_accumulation_steps
+        if self._feed.batches_per_epoch is None:
+            return global_step * accumulation
+        per_epoch = self._feed.batches_per_epoch * self._args.micro_batches_per_rollout
+        epochs, steps = divmod(global_step, -(-per_epoch // accumulation))
+        return epochs * per_epoch + steps * accumulation
+
+    def of(self, number: int, max_steps: int) -> Sequence[Row] | None:
+        """Those of generation batch ``number``, or None past the end of a run of ``max_steps`` optimizer steps."""
+        if number * self._args.micro_batches_per_rollout >= self.micro_steps_at(max_steps):
+            return None
+        return self._feed.batch(number)
+
+    def spares(self, number: int) -> Iterator[Row]:
+        """See :meth:`colocate_rl.rollout.feed.BatchFeed.spares`; a stream has none."""
+        assert isinstance(self._feed, BatchFeed)
+        return self._feed.spares(number)
 
 
 def eval_loader(

@@ -41,8 +41,6 @@ class Checked:
     rewards: Rewards
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    window: int | None
-    """Context window of the engines in tokens, None when unknown."""
     longest_prompt: int
     """Tokens of the longest training prompt among this rank's share."""
     longer: multiturn.Plan
@@ -122,7 +120,7 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     for name, rows in eval_sets(given.eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
     multiturn.check_template(longer, args, tokenizer, model, config)
-    return Checked(placement, rewards, config, tokenizer, window, longest, longer)
+    return Checked(placement, rewards, config, tokenizer, longest, longer)
 
 
 def _placement(args: GRPOConfig, num_ranks: int) -> Placement:

@@ -28,10 +28,8 @@ from colocate_rl.hooks import SteadyHeap, StepHooks
 from colocate_rl.metrics import PhaseClock
 from colocate_rl.occasions import Occasion, Occasions
 from colocate_rl.positions import Positions
-from colocate_rl.rollout.feed import BatchFeed
 from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.rewards import Reward
-from colocate_rl.rollout.sampler import RepeatSampler
 from colocate_rl.rollout.stages import Row, Scored
 from colocate_rl.runlog import RunLog
 from colocate_rl.runreport import RunReport
@@ -144,7 +142,6 @@ class GRPOTrainer(Trainer):
         self._prepare_objective(loaded.policy)
         with clock.phase(progress.BUILDING):
             self._prepare_generation(checked, loaded)
-        self._train_sampler: RepeatSampler | None = None
         self._occasions = Occasions()
         self._buffer: list[RolloutBatch] = []
         self._streamed: StreamedBatch | None = None
@@ -188,20 +185,15 @@ class GRPOTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Yields this rank's rows of one generation batch, as often as the batch is used."""
         assert isinstance(self.train_dataset, datasets.Dataset | datasets.IterableDataset)
-        self._feed = loaders.batch_feed(self.args, self.train_dataset, self.collectives)
-        if isinstance(self.train_dataset, datasets.IterableDataset):
-            return loaders.stream_loader(self.args, self.train_dataset, self.collectives)
-        loader, self._train_sampler = loaders.train_loader(self.args, self.train_dataset)
-        prepared: DataLoader[Row] = self.accelerator.prepare(loader)
+        self._rows = loaders.TrainingRows(self.args, self.train_dataset, self.collectives)
+        if self._rows.is_stream:
+            return self._rows.loader
+        prepared: DataLoader[Row] = self.accelerator.prepare(self._rows.loader)
         return prepared
 
     def _rows_of(self, number: int) -> Sequence[Row] | None:
         """This rank's rows of a generation batch to come, or None past the end of the run."""
-        args = self.args
-        first_micro_step = number * args.micro_batches_per_rollout
-        if first_micro_step >= loaders.micro_steps_at(args, self._feed, self.state.max_steps):
-            return None
-        return self._feed.batch(number)
+        return self._rows.of(number, self.state.max_steps)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Row]:
         """Yields this rank's share of the evaluation rows, each (prompt, copy) on exactly one rank."""
@@ -264,12 +256,11 @@ class GRPOTrainer(Trainer):
         answered = self.schedule.next(number, rows, step)
         rated = self.rollout.rate(answered, metrics, trainer_state=self.state)
         if self._resampler is not None:
-            assert isinstance(self._feed, BatchFeed)
             seed = self._streams.request_seed(number)
             ask = partial(
                 self.rollout.sample, metrics=metrics, trainer_state=self.state, seed=seed, policy_version=step
             )
-            rated, dropped = self._resampler.refill(rated, self._feed.spares(number), ask, metrics)
+            rated, dropped = self._resampler.refill(rated, self._rows.spares(number), ask, metrics)
             for part in dropped:
                 self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
         scored, batch = self.rollout.finish(rated, metrics, to_train=True)
@@ -448,7 +439,7 @@ class GRPOTrainer(Trainer):
         Without what :mod:`colocate_rl.resume` saves a generation batch in use is generated again, by the resumed
         weights, and its remaining micro-batches are trained: each prompt is trained as often as in an unbroken run.
         """
-        self._positions.resume_at(loaders.micro_steps_at(self.args, self._feed, global_step))
+        self._positions.resume_at(self._rows.micro_steps_at(global_step))
         self._buffer = []
         self._streamed = None
         self.schedule.forget()
@@ -475,8 +466,7 @@ class GRPOTrainer(Trainer):
 
     def set_epoch(self, epoch: int) -> None:
         """Gives each epoch its own order of prompts, the same one after a resume; a stream does so itself."""
-        if self._train_sampler is not None:
-            self._train_sampler.set_epoch(epoch)
+        self._rows.set_epoch(epoch)
 
     def close(self) -> None:
         """Frees the engine and the reward workers of this rank; the trained model stays usable."""
