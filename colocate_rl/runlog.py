@@ -55,6 +55,17 @@ class RunLog:
         self._reward_names = list(reward_names)
         self._trace: RewardTrace | None = None
 
+    def note_tokens(self, num_tokens: int) -> None:
+        """Logs the tokens that all ranks have trained on since the start of the run."""
+        self.metrics.latest("num_tokens", num_tokens)
+
+    def note_rollout(self, step: int, answered: Answered, scored: Scored, codec: PromptCodec) -> None:
+        """Logs a generation batch whose training begins at optimizer step ``step``; every rank must call it."""
+        self.note_staleness(answered, step)
+        self.note_engines(answered.stats)
+        self.note_completions(scored, codec)
+        self.note_rewards(step, scored.rows, scored.rewards, trained=True)
+
     def note_engines(self, stats: Sequence[EngineStats]) -> None:
         """Logs what each engine did for a generation batch: an idle engine must be visible at once."""
         for stat in stats:

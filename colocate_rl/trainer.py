@@ -1,9 +1,6 @@
 """`GRPOTrainer`: the order of things. What each thing does lives in the rooms below."""
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from colocate_rl import loaders, preflight, progress, resume, settings, speedups, startup, trackers
@@ -27,19 +19,14 @@ from colocate_rl.evaluation import Evaluator
 from colocate_rl.hooks import SteadyHeap, StepHooks
 from colocate_rl.metrics import PhaseClock
 from colocate_rl.occasions import Occasion, Occasions
-from colocate_rl.positions import Positions
-from colocate_rl.rollout.records import EngineStats, RolloutBatch
 from colocate_rl.rollout.rewards import Reward
-from colocate_rl.rollout.stages import Row, Scored
+from colocate_rl.rollout.stages import Row
 from colocate_rl.runlog import RunLog
 from colocate_rl.runreport import RunReport
-from colocate_rl.schedule import Streamed
-from colocate_rl.streaming import StreamedBatch, Streamer
+from colocate_rl.slices import Slices
 from colocate_rl.training.fixed import FixedLogprobs
 from colocate_rl.training.passes import Runner
-from colocate_rl.wiring import Wiring, choose_schedule, make_resampler
-
-logger = logging.getLogger(__name__)
+from colocate_rl.wiring import Wiring, choose_schedule
 
 
 class GRPOTrainer(Trainer):
@@ -143,14 +130,7 @@ class GRPOTrainer(Trainer):
         with clock.phase(progress.BUILDING):
             self._prepare_generation(checked, loaded)
         self._occasions = Occasions()
-        self._buffer: list[RolloutBatch] = []
-        self._streamed: StreamedBatch | None = None
         self._resumed_from: Path | None = None
-        assert args.steps_per_generation is not None
-        self._positions = Positions(
-            args.steps_per_generation, args.micro_batches_per_rollout, args.gradient_accumulation_steps
-        )
-        self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
 
     def _prepare_objective(self, policy: PreTrainedModel) -> None:
         args, autocast = self.args, self.accelerator.autocast
@@ -162,23 +142,10 @@ class GRPOTrainer(Trainer):
     def _prepare_generation(self, checked: preflight.Checked, loaded: startup.Loaded) -> None:
         args, clock, autocast = self.args, self._log.clock, self.accelerator.autocast
         wiring = Wiring(args, self.collectives, checked, loaded, self._objective, clock, autocast)
-        wired = wiring.join(trainer=self)
+        self._wired = wired = wiring.join(trainer=self)
         self.engine, self.rollout, self.weight_sync = wired.engine, wired.rollout, wired.weight_sync
-        self._generator, self._free_generator, self._streams = wired.generator, wired.free_generator, wired.streams
-        self._resampler = make_resampler(args, self.collectives, self.reward_weights)
         self.schedule = choose_schedule(args, wired, clock, self._rows_of)
-        self._streamer: Streamer | None = None
-        if isinstance(self.schedule, Streamed):
-            assert args.steps_per_generation is not None
-            self._streamer = Streamer(
-                self.schedule,
-                self.rollout,
-                self._objective,
-                self._fixed,
-                self.collectives,
-                self._log.metrics,
-                args.steps_per_generation,
-            )
+        self._slices = Slices(args, wired, self.schedule, self._objective, self._fixed, self.collectives, self._log)
 
     # Data
 
@@ -211,85 +178,8 @@ class GRPOTrainer(Trainer):
     # Training
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """The micro-batch to train on now; generates when the last generation batch is used up."""
-        args = self.args
-        assert args.steps_per_generation is not None
-        position = self._positions.slice
-        streams = self._streamer is not None and self._positions.is_first_iteration
-        if not streams and (self._positions.opens_batch or not self._buffer):
-            self._buffer = self._roll_out(inputs)
-        self._positions.advance()
-        return position, inputs if streams else self._buffer[position].to(self.args.device)
-
-    def _streamed_loss(self, model: nn.Module, rows: list[Row], position: int) -> torch.Tensor:
-        """Generates and trains on a batch's first turn, takes its last pass on the last; nothing is left between."""
-        args = self.args
-        assert args.steps_per_generation is not None
-        assert self._streamer is not None
-        if position == 0:
-            runner = Runner(
-                model,
-                self.accelerator.unwrap_model(model),
-                args.device,
-                lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
-                lambda: self.accelerator.no_sync(model),
-            )
-            number = self._positions.batch_under_way
-            order = self._order_of_rows(len(rows), number)
-            self._streamed = self._streamer.train(number, rows, order, self.state, runner, self._tokens_per_slice)
-        if position + 1 < args.steps_per_generation:
-            return torch.zeros((), device=args.device, requires_grad=True)
-        assert self._streamed is not None
-        streamed, self._streamed = self._streamed, None
-        self._log.note_staleness(streamed.answered, self.state.global_step)
-        self._note_rollout(streamed.scored, streamed.passes.counts, streamed.answered.stats)
-        loss = streamed.passes.finish(self._tokens_per_slice)
-        if args.num_iterations > 1:
-            self._buffer = streamed.passes.slices()
-        return loss
-
-    def _roll_out(self, rows: list[Row]) -> list[RolloutBatch]:
-        args = self.args
-        assert args.steps_per_generation is not None
-        number = self._positions.batch
-        step, metrics = self.state.global_step, self._log.metrics
-        answered = self.schedule.next(number, rows, step)
-        rated = self.rollout.rate(answered, metrics, trainer_state=self.state)
-        if self._resampler is not None:
-            seed = self._streams.request_seed(number)
-            ask = partial(
-                self.rollout.sample, metrics=metrics, trainer_state=self.state, seed=seed, policy_version=step
-            )
-            rated, dropped = self._resampler.refill(rated, self._rows.spares(number), ask, metrics)
-            for part in dropped:
-                self._log.note_rewards(step, part.answered.rows, part.rewards, trained=False)
-        scored, batch = self.rollout.finish(rated, metrics, to_train=True)
-        self._log.note_staleness(rated.answered, step)
-        counts = torch.stack([batch.attention_mask.sum(), batch.loss_mask.sum()])
-        self._note_rollout(scored, counts, rated.answered.stats)
-        slices = batch.rows(self._order_of_rows(batch.num_rows, number)).split(args.steps_per_generation)
-        return [
-            self._fixed.add(part, policy_moves=self._positions.moves_before(position))
-            for position, part in enumerate(slices)
-        ]
-
-    def _order_of_rows(self, num_rows: int, number: int) -> list[int]:
-        """Shuffled where several optimizer steps share the rows; one step sees them all, groups stay together."""
-        if not self._positions.several_updates:
-            return list(range(num_rows))
-        return self._streams.order(num_rows, number)
-
-    def _note_rollout(self, scored: Scored, counts: torch.Tensor, stats: Sequence[EngineStats]) -> None:
-        """Logs a generation batch, of which this rank trains ``counts``: int64 [2], tokens and tokens in the loss."""
-        args = self.args
-        assert args.steps_per_generation is not None
-        tokens, loss_tokens = self.collectives.sum(counts).tolist()
-        self.state.num_input_tokens_seen += tokens
-        self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
-        self._tokens_per_slice = loss_tokens / self.collectives.world_size / args.steps_per_generation
-        self._log.note_engines(stats)
-        self._log.note_completions(scored, self.rollout.codec)
-        self._log.note_rewards(self.state.global_step, scored.rows, scored.rewards, trained=True)
+        """The slice to train on now, with its number; generates when the last generation batch is used up."""
+        return self._slices.next(inputs, self._rows.spares, self.state)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -303,20 +193,15 @@ class GRPOTrainer(Trainer):
         """
         if return_outputs:
             raise ValueError("GRPOTrainer.compute_loss has no outputs to return; call it with return_outputs=False.")
-        position, batch = inputs
-        if isinstance(batch, list):
-            return self._streamed_loss(model, batch, position)
-        policy = self.accelerator.unwrap_model(model)
-
-        @contextlib.contextmanager
-        def early() -> Iterator[Callable[[torch.Tensor], None]]:
-            with self.accelerator.no_sync(model):
-                yield lambda part: self.accelerator.backward(part / self.current_gradient_accumulation_steps)
-
-        loss, logprobs = self._objective.loss(model, policy, batch, self._tokens_per_slice, self._log.metrics, early)
-        if batch.old_logprobs is None and self.args.num_iterations > 1:
-            self._buffer[position] = self._buffer[position].with_logprobs(old_logprobs=logprobs.cpu())
-        return loss
+        number, batch = inputs
+        runner = Runner(
+            model,
+            self.accelerator.unwrap_model(model),
+            self.args.device,
+            lambda loss: self.accelerator.backward(loss / self.current_gradient_accumulation_steps),
+            lambda: self.accelerator.no_sync(model),
+        )
+        return self._slices.loss(runner, number, batch, self.state)
 
     # Generation outside the trainer's own rollouts
 
@@ -338,12 +223,12 @@ class GRPOTrainer(Trainer):
             What a ``rollout_func`` may return: ``prompt_ids``, ``completion_ids`` and ``logprobs``, each with one list
             per completion.
         """
+        return self._wired.free_generator(prompts, num_generations, sampling, self._update_engines)
 
-        def prepare() -> None:
-            self.schedule.pause()
-            self.weight_sync.sync(self.state.global_step)
-
-        return self._free_generator(prompts, num_generations, sampling, prepare)
+    def _update_engines(self) -> None:
+        """Leaves the engines free for something else, with the policy's weights."""
+        self.schedule.pause()
+        self.weight_sync.sync(self.state.global_step)
 
     # Evaluation
 
@@ -358,14 +243,13 @@ class GRPOTrainer(Trainer):
         """Generates for every row through the engines, a generation batch at a time, and scores the completions."""
         policy = self.accelerator.unwrap_model(self.model)
         policy.eval()
-        self.schedule.pause()
-        self.weight_sync.sync(self.state.global_step)
-        self._streams.begin_evaluation()
+        self._update_engines()
+        self._wired.streams.begin_evaluation()
 
         def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-        sampling = (self._streams.evaluation_seed, self._generator.other_prompts)
+        sampling = (self._wired.streams.evaluation_seed, self._wired.generator.other_prompts)
         evaluator = Evaluator(self.args, self.rollout, self._objective, self._fixed, self.collectives, *sampling)
         figures, total = evaluator.run(policy, dataloader, self.state, after_batch)
         values = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -411,7 +295,7 @@ class GRPOTrainer(Trainer):
     def end_step(self) -> None:
         """Logs the step that has just ended."""
         self._log.note_step()
-        self._positions.end_step()
+        self._slices.end_step()
         self._moving.end_step(self.accelerator.unwrap_model(self.model), self.state.global_step, self._log.metrics)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -420,7 +304,7 @@ class GRPOTrainer(Trainer):
             if self.args.should_save:
                 self._moving.save(folder)
         if not self.args.save_only_model:
-            resume.save(folder, self._rollout_state(), self.args, self.collectives)
+            resume.save(folder, self._slices.hold(), self.args, self.collectives)
         super()._save_checkpoint(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -439,30 +323,16 @@ class GRPOTrainer(Trainer):
         Without what :mod:`colocate_rl.resume` saves a generation batch in use is generated again, by the resumed
         weights, and its remaining micro-batches are trained: each prompt is trained as often as in an unbroken run.
         """
-        self._positions.resume_at(self._rows.micro_steps_at(global_step))
-        self._buffer = []
-        self._streamed = None
-        self.schedule.forget()
+        micro_step = self._rows.micro_steps_at(global_step)
+        self._slices.resume_at(micro_step)
         self.weight_sync.invalidate()
         folder, self._resumed_from = self._resumed_from, None
-        if folder is not None:
-            self._take_up(resume.load(folder, self._positions.micro_step, self.args, self.collectives, self._rows_of))
-
-    def _take_up(self, state: resume.RolloutState | None) -> None:
-        self._log.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
+        if folder is None:
+            return
+        state = resume.load(folder, micro_step, self.args, self.collectives, self._rows_of)
+        self._log.note_tokens(self.state.num_input_tokens_seen)
         if state is not None:
-            self._buffer, self._tokens_per_slice = state.slices, state.tokens_per_slice
-            self._generator.expected.take(state.lengths)
-            self.schedule.take(state.ahead)
-
-    def _rollout_state(self) -> resume.RolloutState:
-        return resume.RolloutState(
-            self._positions.micro_step,
-            self._tokens_per_slice,
-            [] if self._positions.opens_batch else self._buffer,
-            self.schedule.hold(),
-            self._generator.expected.known,
-        )
+            self._slices.take(state)
 
     def set_epoch(self, epoch: int) -> None:
         """Gives each epoch its own order of prompts, the same one after a resume; a stream does so itself."""

@@ -18,7 +18,6 @@ from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.custom import FreeGenerator
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
-from colocate_rl.rollout.resample import Resampler
 from colocate_rl.rollout.stages import Row
 from colocate_rl.schedule import OneStepAhead, Schedule, Streamed, Synchronous
 from colocate_rl.seeding import SamplingStreams
@@ -157,11 +156,3 @@ def choose_schedule(
     if args.overlap == "one_step":
         return OneStepAhead(*parts, rows_of, args.max_staleness)
     return Synchronous(*parts)
-
-
-def make_resampler(args: GRPOConfig, collectives: Collectives, reward_weights: torch.Tensor) -> Resampler | None:
-    """What replaces groups that teach nothing; None: they are trained."""
-    if not args.dynamic_sampling:
-        return None
-    aggregation = args.multi_objective_aggregation
-    return Resampler(collectives, reward_weights, args.max_resample_tries, aggregation=aggregation)

@@ -8,7 +8,8 @@ only the last pass, which is held back until then, divides by t itself. The last
 gradients over ranks, so ranks may run different numbers of passes.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,12 @@ class Runner:
     """Runs a backward pass of a slice's (part of a) loss."""
     no_sync: Callable[[], AbstractContextManager[None]]
     """Makes the context of a pass that does not reduce gradients over ranks."""
+
+    @contextlib.contextmanager
+    def early(self) -> Iterator[Callable[[torch.Tensor], None]]:
+        """The context of a pass that another one follows: what runs its backward pass, without that reduction."""
+        with self.no_sync():
+            yield self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +163,9 @@ class Passes:
             self._held = _Pass(batch.rows(rows), whole, number)
 
     def _run_early(self, early: "_Pass") -> None:
-        with self._runner.no_sync():
+        with self._runner.early() as backward:
             loss = self._loss(early, self._expected_tokens)
-            self._runner.backward(loss)
+            backward(loss)
         self._total = self._total + loss.detach()
 
     def _loss(self, one: "_Pass", tokens_per_slice: float) -> torch.Tensor:

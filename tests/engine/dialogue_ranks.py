@@ -75,8 +75,12 @@ class RecordingTrainer(GRPOTrainer):
 
     rows: list[list[Any]]
 
-    def _roll_out(self, rows: list[Any]) -> list[RolloutBatch]:
-        parts = super()._roll_out(rows)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        roll_out = self._slices.roll_out
+        self._slices.roll_out = lambda *args: self.record(roll_out(*args))  # type: ignore[method-assign]
+
+    def record(self, parts: list[RolloutBatch]) -> list[RolloutBatch]:
         found = []
         for part in parts:
             for n in range(part.num_rows):

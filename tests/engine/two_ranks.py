@@ -40,8 +40,12 @@ class RecordingTrainer(GRPOTrainer):
     rollouts: list[list[list[int]]]
     versions: set[int]
 
-    def _roll_out(self, rows: list[Any]) -> list[RolloutBatch]:
-        parts = super()._roll_out(rows)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        roll_out = self._slices.roll_out
+        self._slices.roll_out = lambda *args: self.record(roll_out(*args))  # type: ignore[method-assign]
+
+    def record(self, parts: list[RolloutBatch]) -> list[RolloutBatch]:
         self.__dict__.setdefault("rollouts", [])
         self.__dict__.setdefault("versions", set()).add(self.weight_sync._version)
         ids = [

@@ -35,10 +35,16 @@ class CheckingTrainer(GRPOTrainer):
     checked: int = 0
     moved: int = 0
 
-    def _roll_out(self, rows: list[Any]) -> list[RolloutBatch]:
-        parts = super()._roll_out(rows)
-        self.__dict__["truth"] = [self._objective.logprobs(self.model, part) for part in parts]
-        return parts
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        roll_out = self._slices.roll_out
+
+        def remember(*args: Any) -> list[RolloutBatch]:
+            parts = roll_out(*args)
+            self.__dict__["truth"] = [self._objective.logprobs(self.model, part) for part in parts]
+            return parts
+
+        self._slices.roll_out = remember  # type: ignore[method-assign]
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         position, batch = inputs
