@@ -198,7 +198,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         """Refuses keys of dictionaries that would contradict a setting without anybody noticing."""
         assert not isinstance(self.vllm_engine_kwargs, str)
         for key in self.vllm_engine_kwargs or {}:
-            if key in options.ENGINE_OWNED_ARGUMENTS:
+            if key in backend.ENGINE_OWNED_ARGUMENTS:
                 raise ConfigError(f"vllm_engine_kwargs holds {key!r}, which is decided by the run itself. Remove it.")
 
     def _check_liger(self) -> None:

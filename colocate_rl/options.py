@@ -366,47 +366,6 @@ JSON_OPTIONS = (
 """Settings that the command line takes as JSON."""
 
 
-OWN_SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_tokens": "max_completion_length",
-    "n": "num_generations",
-    "seed": "seed with vllm_per_request_seeds",
-}
-"""Keys of ``generation_kwargs`` that have a setting of their own, which the loss reads too."""
-ENGINE_SAMPLING_KEYS = ("logprobs", "prompt_logprobs", "detokenize", "flat_logprobs", "output_kind", "stop")
-"""Keys of ``generation_kwargs`` that decide how completions are read back."""
-ENGINE_OWNED_ARGUMENTS = (
-    "model",
-    "load_format",
-    "logprobs_mode",
-    "skip_tokenizer_init",
-    "device_ids",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "lora_target_modules",
-)
-"""Arguments of ``vllm.LLM`` that the engine's place in the run depends on."""
-POLICY_SAMPLING_KEYS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "exponential_decay_length_penalty",
-    "forced_eos_token_id",
-    "ignore_eos",
-    "min_new_tokens",
-    "remove_invalid_values",
-    "sequence_bias",
-    "suppress_tokens",
-)
-"""Keys of ``generation_kwargs`` with ``use_vllm=False``.
-
-They change the next token's distribution, whatever the padding of a row."""
-
-
 def option_fields() -> tuple[Field[Any], ...]:
     """The fields of :class:`GRPOOptions`, in the order of the help text."""
     return fields(GRPOOptions)
