@@ -14,6 +14,7 @@ from colocate_rl.completions import CompletionLog
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
 from colocate_rl.rewardtrace import RewardTrace
+from colocate_rl.rollout.figures import gather_rewards
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats
 from colocate_rl.rollout.sampler import PROMPT_INDEX
@@ -107,13 +108,13 @@ class RunLog:
         """Appends all ranks' rewards to the trace, if there is one; every rank must call it."""
         if not self._args.log_reward_trace:
             return
-        indices = torch.tensor([row[PROMPT_INDEX] for row in rows], dtype=torch.float64)
-        table = torch.cat(self._collectives.gather_ragged(torch.cat([indices[:, None], rewards.double()], dim=1)))
+        indices = [row[PROMPT_INDEX] for row in rows]
+        all_indices, all_rewards = gather_rewards(self._collectives, indices, rewards)
         with self._collectives.failing_together("writing the reward trace"):
             if self._collectives.rank == 0:
                 if self._trace is None:
                     self._trace = RewardTrace(Path(self._args.output_dir or "."), self._reward_names)
-                self._trace.add(step, table[:, 0].long().tolist(), table[:, 1:], trained=trained)
+                self._trace.add(step, all_indices, all_rewards, trained=trained)
 
     def note_step(self) -> None:
         """Logs how long the optimizer step took, phase by phase, and how idle each side was."""

@@ -20,7 +20,7 @@ from colocate_rl.rollout.records import EngineStats, Prompt, RolloutBatch
 from colocate_rl.rollout.rewardlog import extra_logger, metric_logger
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.rollout.sampler import PROMPT_INDEX
-from colocate_rl.rollout.stages import Answered, Asked, Rated, Row, Scored
+from colocate_rl.rollout.stages import Answered, Asked, Rated, Row, Scored, numbered_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +224,8 @@ class Rollout:
 
     def dealt(self, answered: Answered, compared: Compared, chosen: Sequence[int]) -> RolloutBatch:
         """The chosen ones of all ranks' rows as a padded batch on the CPU."""
-        indices = compared.indices()
-        copies: dict[int, int] = {}
-        keys = []
-        for index in indices:
-            copies[index] = copies.get(index, -1) + 1
-            keys.append((index, copies[index]))
-        prompts = [answered.prompts[indices[row]] for row in chosen]
+        keys = numbered_copies(compared.indices())
+        prompts = [answered.prompts[keys[row][0]] for row in chosen]
         completions = [answered.everyone[keys[row]] for row in chosen]
         return self._batch(prompts, completions, compared.advantages[list(chosen)])
 

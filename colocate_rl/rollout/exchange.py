@@ -6,12 +6,10 @@ import numpy as np
 import torch
 
 from colocate_rl.collectives import Collectives
-from colocate_rl.engine.protocol import Completion, FinishReason
+from colocate_rl.engine.protocol import FINISH_REASONS, Completion
 from colocate_rl.errors import EngineError
 from colocate_rl.rollout.handout import Group
 from colocate_rl.rollout.records import Prompt
-
-_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 
 Answer = tuple[int, list[Completion]]
 """Position of a part in its plan, and the completions of its copies."""
@@ -67,7 +65,7 @@ def gather_answers(
     """
     flat = [(position, completion) for position, part in answers for completion in part]
     heads = torch.tensor(
-        [[position, len(c.token_ids), _FINISH_REASONS.index(c.finish_reason)] for position, c in flat],
+        [[position, len(c.token_ids), FINISH_REASONS.index(c.finish_reason)] for position, c in flat],
         dtype=torch.int64,
     )
     gather = collectives.gather_ragged
@@ -90,5 +88,5 @@ def _cut(
     start = 0
     for position, length, reason in heads.tolist():
         span = slice(start, start + length)
-        yield position, Completion(tokens[span], values[span], _FINISH_REASONS[reason], policy_version)
+        yield position, Completion(tokens[span], values[span], FINISH_REASONS[reason], policy_version)
         start += length

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from colocate_rl.balance import deal, imbalance
+from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.advantages import NO_SPREAD, ScoredGroups
 
@@ -48,6 +49,24 @@ class Compared:
         """Tokens of each row, prompt and completion."""
         tokens: list[float] = self.facts[:, 1:3].sum(1).tolist()
         return tokens
+
+
+def gather_rewards(
+    collectives: Collectives, indices: Sequence[int], rewards: torch.Tensor
+) -> tuple[list[int], torch.Tensor]:
+    """All ranks' rewards, rank by rank; every rank must call it.
+
+    Args:
+        collectives: of the training ranks.
+        indices: prompt index of each row of this rank.
+        rewards: float32 [n, F] of this rank, NaN for None.
+
+    Returns:
+        Prompt index of each row, and the rewards of all rows.
+    """
+    column = torch.tensor(indices, dtype=torch.float64)[:, None]
+    table = torch.cat(collectives.gather_ragged(torch.cat([column, rewards.double()], dim=1)))
+    return table[:, 0].long().tolist(), table[:, 1:].float()
 
 
 def group_positions(indices: Sequence[int]) -> torch.Tensor:

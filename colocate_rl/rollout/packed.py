@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from colocate_rl.collectives import Collectives
-from colocate_rl.engine.protocol import Completion, FinishReason
+from colocate_rl.engine.protocol import FINISH_REASONS, Completion
 from colocate_rl.rollout.sampler import PROMPT_INDEX
-from colocate_rl.rollout.stages import Answered, Row
-
-_FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+from colocate_rl.rollout.stages import Answered, Row, numbered_copies
 
 
 def pack_answers(answered: Answered) -> dict[str, torch.Tensor]:
@@ -35,7 +33,7 @@ def pack_answers(answered: Answered) -> dict[str, torch.Tensor]:
         **_pack_lists("token_ids", [c.token_ids for c in completions], torch.int64),
         **_pack_lists("logprobs", [c.sampling_logprobs for c in completions], torch.float64),
         **_pack_lists("sampled", sampled, torch.bool),
-        "finish_reasons": torch.tensor([_FINISH_REASONS.index(c.finish_reason) for c in completions]),
+        "finish_reasons": torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
         "policy_versions": torch.tensor([c.policy_version for c in completions], dtype=torch.int64),
         "further": torch.tensor(list(json.dumps(further).encode()), dtype=torch.uint8),
     }
@@ -52,7 +50,7 @@ def unpack_answers(tensors: Mapping[str, torch.Tensor], rows: Sequence[Row], col
     further = json.loads(bytes(tensors["further"].tolist()))
     prompt_ids = [tuple(ids) for ids in _unpack_lists("prompt_ids", tensors)]
     completions = [
-        Completion(ids, logprobs, _FINISH_REASONS[reason], version, None if all(sampled) else sampled)
+        Completion(ids, logprobs, FINISH_REASONS[reason], version, None if all(sampled) else sampled)
         for ids, logprobs, reason, version, sampled in zip(
             _unpack_lists("token_ids", tensors),
             _unpack_lists("logprobs", tensors),
@@ -67,11 +65,10 @@ def unpack_answers(tensors: Mapping[str, torch.Tensor], rows: Sequence[Row], col
     if further["knows_everyone"]:
         indices = [row[PROMPT_INDEX] for row in rows]
         mine = list(zip(indices, prompt_ids, completions, strict=True))
-        copies: dict[int, int] = {}
-        for index, ids, completion in (row for part in collectives.gather_objects(mine) for row in part):
-            prompts[index] = ids
-            copies[index] = copies.get(index, -1) + 1
-            everyone[index, copies[index]] = completion
+        everyones = [row for part in collectives.gather_objects(mine) for row in part]
+        prompts = {index: ids for index, ids, _ in everyones}
+        keys = numbered_copies(index for index, _, _ in everyones)
+        everyone = {key: completion for key, (_, _, completion) in zip(keys, everyones, strict=True)}
     return Answered(
         list(rows),
         prompt_ids,

@@ -15,7 +15,7 @@ import torch
 from colocate_rl.collectives import Collectives
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.advantages import NO_SPREAD, score_groups, weighted_sum
-from colocate_rl.rollout.figures import group_positions
+from colocate_rl.rollout.figures import gather_rewards, group_positions
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.stages import Answered, Rated, Row
 
@@ -82,9 +82,8 @@ class Resampler:
 
     def _gather(self, rated: Rated) -> tuple[list[int], torch.Tensor]:
         """Prompt index and rewards, float32 [n, F], of every rank's rows, rank by rank."""
-        indices = torch.tensor([row[PROMPT_INDEX] for row in rated.answered.rows], dtype=torch.float64)
-        table = torch.cat(self._collectives.gather_ragged(torch.cat([indices[:, None], rated.rewards.double()], dim=1)))
-        return table[:, 0].long().tolist(), table[:, 1:].float()
+        indices = [row[PROMPT_INDEX] for row in rated.answered.rows]
+        return gather_rewards(self._collectives, indices, rated.rewards)
 
 
 def flat_groups(indices: Sequence[int], rewards: torch.Tensor, weights: torch.Tensor, aggregation: str) -> list[int]:

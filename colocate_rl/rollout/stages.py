@@ -1,6 +1,7 @@
 """What a rollout is between its stages: this rank's rows answered, rated, and compared with others of their group."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,12 @@ from colocate_rl.engine.protocol import Completion
 from colocate_rl.rollout.records import EngineStats
 
 Row = Mapping[str, Any]
+
+
+def numbered_copies(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Prompt index and copy of all ranks' rows, from their prompt indices in the order of ranks and rows."""
+    counts: dict[int, itertools.count[int]] = {}
+    return [(index, next(counts.setdefault(index, itertools.count()))) for index in indices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class Answered:
     prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of all ranks' prompts, by index; empty where completions are no longer the engines' first answers."""
     everyone: Mapping[tuple[int, int], Completion] = field(default_factory=dict)
-    """All ranks' completions, by prompt index and copy; copies are counted in the order of ranks and rows."""
+    """All ranks' completions, by prompt index and copy; see :func:`numbered_copies`."""
 
 
 @dataclass(frozen=True, slots=True)
