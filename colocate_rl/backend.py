@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocate_rl.errors import ConfigError
-from colocate_rl.options import GRPOOptions
+from colocate_rl.options import GRPOOptions, dictionary
 
 OWN_SAMPLING_KEYS = {
     "temperature": "temperature",
@@ -109,8 +109,7 @@ def resolve(options: GRPOOptions) -> None:
 
 def _check_generation_kwargs(options: GRPOOptions) -> None:
     """Refuses keys that would contradict a setting without anybody noticing, or that have no effect."""
-    assert not isinstance(options.generation_kwargs, str)
-    for key in options.generation_kwargs or {}:
+    for key in dictionary(options.generation_kwargs):
         if key in OWN_SAMPLING_KEYS:
             raise ConfigError(
                 f"generation_kwargs holds {key!r}, which the loss would not see. Set {OWN_SAMPLING_KEYS[key]} instead."
@@ -133,8 +132,7 @@ def _check_regex(regex: str | None) -> None:
 
 def sampling_extra(options: GRPOOptions) -> dict[str, Any]:
     """Further sampling parameters: ``generation_kwargs``, with the regular expression where there is one."""
-    assert not isinstance(options.generation_kwargs, str)
-    extra = dict(options.generation_kwargs or {})
+    extra = dictionary(options.generation_kwargs)
     if options.vllm_structured_outputs_regex is not None:
         extra["structured_outputs"] = {"regex": options.vllm_structured_outputs_regex}
     return extra

@@ -196,8 +196,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _check_passed_on(self) -> None:
         """Refuses keys of dictionaries that would contradict a setting without anybody noticing."""
-        assert not isinstance(self.vllm_engine_kwargs, str)
-        for key in self.vllm_engine_kwargs or {}:
+        for key in options.dictionary(self.vllm_engine_kwargs):
             if key in backend.ENGINE_OWNED_ARGUMENTS:
                 raise ConfigError(f"vllm_engine_kwargs holds {key!r}, which is decided by the run itself. Remove it.")
 
@@ -309,6 +308,12 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         """Micro-batches trained between two rollouts: steps_per_generation x num_iterations."""
         assert self.steps_per_generation is not None
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """Different prompts of a generation batch, over all ranks."""
+        assert self.generation_batch_size is not None
+        return self.generation_batch_size // self.num_generations
 
 
 def _is_true(value: str | None) -> bool:

@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from colocate_rl.engine.spec import EngineSpec, LoraSpec
 from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
+from colocate_rl.options import dictionary
 from colocate_rl.placement import Placement, Shard, split_evenly
 from colocate_rl.training.shape import DecoderShape
 
@@ -199,7 +200,7 @@ def _engine_spec(
     dtype = engine_dtype(args, facts.dtype)
     num_seqs = _num_seqs(args, placement)
     kv_cache = None
-    named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & _json_dict(args.vllm_engine_kwargs).keys()
+    named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & dictionary(args.vllm_engine_kwargs).keys()
     if (
         on_gpu and args.vllm_gpu_memory_utilization is None and not named
     ):  # a device of its own, and no wish of the user's
@@ -229,7 +230,7 @@ def _engine_spec(
         port=port,
         model_impl=args.vllm_model_impl,
         tokenizer=facts.tokenizer if backend.needs_tokenizer(args) else None,
-        extra=_json_dict(args.vllm_engine_kwargs),
+        extra=dictionary(args.vllm_engine_kwargs),
         lora=facts.lora,
     )
 
@@ -273,10 +274,8 @@ def _num_seqs(args: GRPOConfig, placement: Placement) -> int:
 
 def _default_num_seqs(args: GRPOConfig, placement: Placement) -> int:
     """An engine's share of the generation batch, at most 1024."""
-    assert args.generation_batch_size is not None
-    prompts = args.generation_batch_size // args.num_generations
-    share = max(len(span) for span in split_evenly(prompts, placement.num_engines)) * args.num_generations
-    return max(1, min(share, 1024))
+    prompts = max(len(span) for span in split_evenly(args.prompts_per_batch, placement.num_engines))
+    return max(1, min(prompts * args.num_generations, 1024))
 
 
 def _cores_of(placement: Placement, shard: Shard) -> str | None:
@@ -294,8 +293,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _json_dict(value: Mapping[str, object] | str | None) -> dict[str, object]:
-    assert not isinstance(value, str), value  # parsed by GRPOConfig
-    return dict(value or {})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from colocate_rl import peft_flags
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
-from colocate_rl.options import SECTIONS, option_fields
+from colocate_rl.options import SECTIONS, dictionary, option_fields
 
 if TYPE_CHECKING:
     from colocate_rl.config import GRPOConfig
@@ -275,11 +275,10 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
             f"{' '.join(stray)!r} belongs to no setting. Numbers of devices are separated by commas: "
             f"--vllm-devices 2,3."
         )
-    assert not isinstance(args.model_init_kwargs, str)
     chosen = {"dtype": script.dtype, "attn_implementation": script.attn_implementation}
     given = {name: value for name, value in chosen.items() if value is not None}
     if given:
-        args.model_init_kwargs = {**(args.model_init_kwargs or {}), **given}
+        args.model_init_kwargs = {**dictionary(args.model_init_kwargs), **given}
     return args
 
 

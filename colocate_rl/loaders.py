@@ -20,10 +20,9 @@ def as_list(rows: list[Any]) -> list[Any]:
 
 
 def _stream_feed(args: GRPOConfig, rows: datasets.IterableDataset, collectives: Collectives) -> StreamFeed:
-    assert args.generation_batch_size is not None
     return StreamFeed(
         rows.shuffle(seed=_order_seed(args)) if args.shuffle_dataset else rows,
-        prompts_per_batch=args.generation_batch_size // args.num_generations,
+        prompts_per_batch=args.prompts_per_batch,
         num_generations=args.num_generations,
         rank=collectives.rank,
         world_size=collectives.world_size,
@@ -39,13 +38,12 @@ def train_loader(args: GRPOConfig, rows: datasets.Dataset) -> tuple[DataLoader[R
 
     It yields one generation batch after the other, each as often as it is used, in batches of one rank's share.
     """
-    assert args.generation_batch_size is not None
     assert args.steps_per_generation is not None
     numbered = NumberedRows(rows)
     sampler = RepeatSampler(
         numbered,
         mini_repeat_count=args.num_generations,
-        batch_size=args.generation_batch_size // args.num_generations,
+        batch_size=args.prompts_per_batch,
         repeat_count=args.micro_batches_per_rollout,
         shuffle=args.shuffle_dataset,
         seed=_order_seed(args),
@@ -71,12 +69,11 @@ def batch_feed(
     args: GRPOConfig, rows: datasets.Dataset | datasets.IterableDataset, collectives: Collectives
 ) -> BatchFeed | StreamFeed:
     """The same rows by the number of their generation batch, for a schedule that looks ahead."""
-    assert args.generation_batch_size is not None
     if isinstance(rows, datasets.IterableDataset):
         return _stream_feed(args, rows, collectives)
     return BatchFeed(
         rows,
-        prompts_per_batch=args.generation_batch_size // args.num_generations,
+        prompts_per_batch=args.prompts_per_batch,
         num_generations=args.num_generations,
         rank=collectives.rank,
         world_size=collectives.world_size,

@@ -3,7 +3,7 @@
 Checked before a model is loaded, and joined to the rollout once there are engines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
 from colocate_rl.errors import ConfigError
+from colocate_rl.options import dictionary
 from colocate_rl.rollout.collect import Further, Replacement
 from colocate_rl.rollout.custom import CustomRollout, FreeGenerator, RolloutFunction
 from colocate_rl.rollout.dialogue import ToolFormat
@@ -86,7 +87,7 @@ def check_template(
         return
     generation = _generation_config(model, config) if isinstance(model, str) else model.generation_config
     ends = policies.end_token_ids_of(generation, tokenizer)
-    ToolFormat(tokenizer, wanted.schemas, ends, _template_kwargs(args))
+    ToolFormat(tokenizer, wanted.schemas, ends, dictionary(args.chat_template_kwargs))
 
 
 def _generation_config(name: str, config: PretrainedConfig) -> GenerationConfig:
@@ -95,11 +96,6 @@ def _generation_config(name: str, config: PretrainedConfig) -> GenerationConfig:
         return GenerationConfig.from_pretrained(policies.local_or_hub(name))
     except OSError:
         return GenerationConfig.from_model_config(config)
-
-
-def _template_kwargs(args: GRPOConfig) -> Mapping[str, Any]:
-    assert not isinstance(args.chat_template_kwargs, str)
-    return args.chat_template_kwargs or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,7 @@ class Joint:
         return ToolLoop(
             self.codec,
             wanted.toolbox,
-            ToolFormat(self.codec.tokenizer, wanted.schemas, self.end_token_ids, _template_kwargs(args)),
+            ToolFormat(self.codec.tokenizer, wanted.schemas, self.end_token_ids, dictionary(args.chat_template_kwargs)),
             self.generator,
             self.collectives,
             self.sampling,

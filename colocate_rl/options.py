@@ -366,6 +366,12 @@ JSON_OPTIONS = (
 """Settings that the command line takes as JSON."""
 
 
+def dictionary(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A setting of :data:`JSON_OPTIONS` once :class:`colocate_rl.GRPOConfig` has read it; empty where there is none."""
+    assert not isinstance(value, str), value
+    return dict(value or {})
+
+
 def option_fields() -> tuple[Field[Any], ...]:
     """The fields of :class:`GRPOOptions`, in the order of the help text."""
     return fields(GRPOOptions)

@@ -13,6 +13,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.spec import vllm_version
 from colocate_rl.errors import ConfigError, DataError
+from colocate_rl.options import dictionary
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.custom import RolloutFunction
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
@@ -80,7 +81,7 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     _check_train_dataset(args, train_dataset)
     for name, rows in eval_sets(given.eval_dataset).items():
         check_dataset(name, rows)
-    init_kwargs = _init_kwargs(args)
+    init_kwargs = dictionary(args.model_init_kwargs)
     if isinstance(model, str):
         config = policies.load_config(model, init_kwargs, trust_remote_code=args.trust_remote_code)
     else:
@@ -114,8 +115,7 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
             f"max_completion_length={args.max_completion_length} does not fit beside any prompt in the context window "
             f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
-    assert not isinstance(args.chat_template_kwargs, str)
-    codec = PromptCodec(tokenizer, args.chat_template_kwargs, longer.schemas)
+    codec = PromptCodec(tokenizer, dictionary(args.chat_template_kwargs), longer.schemas)
     longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
     for name, rows in eval_sets(given.eval_dataset).items():
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
@@ -137,7 +137,6 @@ def make_rewards(
     Raises:
         ConfigError: for anything that is no reward source, or cannot be used so.
     """
-    assert not isinstance(args.chat_template_kwargs, str)
     functions: Any = [] if reward_funcs is None else reward_funcs
     single = callable(functions) or isinstance(functions, str)
     if tokenizers is not None and not isinstance(tokenizers, list | tuple):
@@ -147,7 +146,9 @@ def make_rewards(
         args.reward_weights,
         options=RewardOptions(args.reward_num_workers, args.reward_timeout_s, args.on_reward_error),
         processing_classes=tokenizers,
-        model_options=ModelOptions(_init_kwargs(args), args.trust_remote_code, args.chat_template_kwargs),
+        model_options=ModelOptions(
+            dictionary(args.model_init_kwargs), args.trust_remote_code, dictionary(args.chat_template_kwargs)
+        ),
     )
 
 
@@ -228,8 +229,7 @@ def _check_columns(rows: Rows) -> None:
 
 
 def _check_enough_prompts(args: GRPOConfig, rows: datasets.Dataset) -> None:
-    assert args.generation_batch_size is not None
-    needed = args.generation_batch_size // args.num_generations
+    needed = args.prompts_per_batch
     if len(rows) < needed:
         raise DataError(
             f"train_dataset has {len(rows)} prompt(s), but one generation batch takes {needed} different ones "
@@ -269,8 +269,3 @@ def _check_prompts(
             )
         longest = max(longest, len(ids))
     return longest
-
-
-def _init_kwargs(args: GRPOConfig) -> dict[str, Any]:
-    assert not isinstance(args.model_init_kwargs, str)
-    return dict(args.model_init_kwargs or {})

@@ -13,6 +13,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import Engine
 from colocate_rl.metrics import PhaseClock
+from colocate_rl.options import dictionary
 from colocate_rl.preflight import Checked
 from colocate_rl.rollout.collect import Rollout
 from colocate_rl.rollout.custom import FreeGenerator
@@ -76,8 +77,7 @@ class Wiring:
             engines.shared_capacity(args, placement),
         )
         longer = self.checked.longer
-        assert not isinstance(args.chat_template_kwargs, str)
-        codec = PromptCodec(self.checked.tokenizer, args.chat_template_kwargs, longer.schemas)
+        codec = PromptCodec(self.checked.tokenizer, dictionary(args.chat_template_kwargs), longer.schemas)
         chosen = settings.rollout_settings(args, loaded.pad_token_id, loaded.end_token_ids)
         free = FreeGenerator(codec, generator, collectives, chosen.sampling)
         joint = multiturn.Joint(codec, generator, collectives, chosen.sampling, loaded.end_token_ids, window)

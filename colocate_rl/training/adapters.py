@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from colocate_rl.config import GRPOConfig
 from colocate_rl.errors import ConfigError
+from colocate_rl.options import dictionary
 from colocate_rl.training.shape import text_config
 
 REFERENCE = "ref"
@@ -89,14 +90,13 @@ def _check_config(name: str, config: PeftConfig, beta: float) -> None:
 
 
 def _check_quantization(model: str | nn.Module, peft_config: Any, quantization_config: Any, args: GRPOConfig) -> None:
-    assert not isinstance(args.model_init_kwargs, str)
     if not isinstance(quantization_config, BitsAndBytesConfig):
         raise TypeError(
             f"quantization_config must be a transformers.BitsAndBytesConfig, got {type(quantization_config).__name__}."
         )
     if not isinstance(model, str):
         raise ConfigError("quantization_config is for a model given by its name; this one is loaded already.")
-    if (args.model_init_kwargs or {}).get("quantization_config") is not None:
+    if dictionary(args.model_init_kwargs).get("quantization_config") is not None:
         raise ConfigError("quantization_config is given twice, also in model_init_kwargs. Give it once.")
     if peft_config is None:
         raise ConfigError("Quantised weights cannot be trained: give a peft_config (--use-peft) beside them.")

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from colocate_rl.config import GRPOConfig
+from colocate_rl.options import dictionary
 from colocate_rl.training import adapters
 from colocate_rl.training import policy as policies
 
@@ -31,8 +32,7 @@ def load_models(
     Raises:
         ConfigError: when an adapter does not fit.
     """
-    assert not isinstance(args.model_init_kwargs, str)
-    init_kwargs = dict(args.model_init_kwargs or {})
+    init_kwargs = dictionary(args.model_init_kwargs)
     if quantization_config is not None:
         init_kwargs |= {"quantization_config": quantization_config, "device_map": {"": args.device}}
     trust = args.trust_remote_code
