@@ -156,10 +156,11 @@ def taken_apart(engine: Any) -> Iterator[dict[str, float]]:
         spent["steps"] += 1
         return result
 
-    update = core.scheduler if engine._lean is None or engine._lean.obstacle else engine._lean._steps
+    steps = None if engine._lean is None else engine._lean._steps
+    update, schedule = steps or core.scheduler, (steps and steps.decoding) or core.scheduler
     with ExitStack() as stack:
         for undo in (
-            watch(core.scheduler, "schedule", "schedule"),
+            watch(schedule, "schedule", "schedule"),
             watch(core.model_executor, "execute_model", "launch"),
             watch(core.model_executor, "sample_tokens", "sample", with_wait),
             watch(update, "update_from_output", "update"),

@@ -25,6 +25,18 @@ KNOWN: Mapping[str, str] = {
 A method that is new in a version has to be read before its digest is added: does a token that ends nothing still change
 only the fields of its request that :meth:`colocate_rl.engine.steps.Steps._append` changes?
 """
+SCHEDULES: Mapping[str, str] = {
+    "Scheduler.schedule": "7b869a5dcbce da4f2cf2fc39",
+    "Scheduler._make_cached_request_data": "8aeb1dc3ba93",
+    "Scheduler.get_request_counts": "659881a8a9a6 c901ce17db93",
+    "SchedulerOutput": "1b541910ef6d 97fb4463a2ed",
+    "CachedRequestData": "b0a215b04012",
+}
+"""Digests (:func:`schedule_digests`) of what :mod:`colocate_rl.engine.decoding` stands in for, in vLLM 0.24 and 0.32.
+
+Before one is added: does a step in which all requests decode still change nothing else of the scheduler and of its
+requests, and does :meth:`colocate_rl.engine.decoding.Decoding._step` fill each field that such a step has?
+"""
 SPECIAL = (
     "connector",
     "ec_connector",
@@ -35,6 +47,8 @@ SPECIAL = (
     "is_encoder_only",
     "is_mm_encoder_only",
     "log_stats",
+    "use_pp",
+    "needs_kv_cache_zeroing",
 )
 """What a scheduler must not have or do."""
 
@@ -53,6 +67,11 @@ def obstacle(core: Any) -> str | None:
     return f"this vLLM has other versions of {', '.join(unknown)}" if unknown else None
 
 
+def unread_schedule(core: Any) -> list[str]:
+    """What this vLLM schedules otherwise than those that were read; empty: nothing."""
+    return [name for name, digest in schedule_digests(core).items() if digest not in SCHEDULES.get(name, "").split()]
+
+
 def digests(core: Any) -> dict[str, str]:
     """Digests of the sources of the methods in :data:`KNOWN`, as they are in the vLLM that runs."""
     scheduler, names = core.scheduler, names_of(core.scheduler)
@@ -65,9 +84,19 @@ def digests(core: Any) -> dict[str, str]:
     methods["KVCacheManager.allocate_slots"] = type(scheduler.kv_cache_manager).allocate_slots
     methods["Request.append_output_token_ids"] = names["Request"].append_output_token_ids
     methods["check_stop"] = names["check_stop"]
-    return {
-        name: hashlib.sha256(inspect.getsource(method).encode()).hexdigest()[:12] for name, method in methods.items()
-    }
+    return {name: _digest(method) for name, method in methods.items()}
+
+
+def schedule_digests(core: Any) -> dict[str, str]:
+    """Digests of the sources of the methods and classes in :data:`SCHEDULES`, as they are in the vLLM that runs."""
+    kind, names = type(core.scheduler), names_of(core.scheduler)
+    methods = (kind.schedule, kind._make_cached_request_data, kind.get_request_counts)
+    classes = (names["SchedulerOutput"], names["CachedRequestData"])
+    return {part.__qualname__: _digest(part) for part in (*methods, *classes)}
+
+
+def _digest(part: Any) -> str:
+    return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
 
 
 def names_of(scheduler: Any) -> dict[str, Any]:

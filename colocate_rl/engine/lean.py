@@ -1,18 +1,19 @@
 """Generation with less Python per token than ``LLM.generate``, on the same engine and with the same result.
 
-``LLM.generate`` spends most of a decode step in Python. Four things are done differently here; whatever is not listed,
+``LLM.generate`` spends most of a decode step in Python. Five things are done differently here; whatever is not listed,
 and every token that is not a plain one, stays with vLLM's own code:
 
 1. *No output objects.* While it generates, our engine's ``output_processor`` is a :class:`_Collector`, which appends
    ids and log-probabilities to lists. Adding and validating requests, seeds of completions, and steps are vLLM's.
-2. *Tokens are taken over in one loop.* A token that ends nothing (no stop, no limit, no full cache block) changes a
-   few fields of its request; :class:`colocate_rl.engine.steps.Steps` does just that.
+2. *Tokens are taken over in one loop.* A token that ends nothing (no stop, no limit) changes a few fields of its
+   request; :class:`colocate_rl.engine.steps.Steps` does just that.
 3. *Log-probabilities* are read from the step's array at once.
 4. *No allocation without a block.* A running request whose next token fits into the block it has needs no new slot,
    and there is nothing to cache.
+5. *A plain decode step is scheduled in one loop*, by :class:`colocate_rl.engine.decoding.Decoding`.
 
-The last three stand in for methods of vLLM, so they are used only where these methods are ones that were read
-(:mod:`colocate_rl.engine.known`); elsewhere the first is used alone.
+The last four stand in for methods of vLLM, so they are used only where these methods are ones that were read
+(:mod:`colocate_rl.engine.known`); elsewhere the first is used alone, or the first four.
 """
 
 import contextlib
@@ -180,10 +181,12 @@ class LeanGenerator:
         longest, vocabulary = config.max_model_len, config.get_vocab_size()
         prompts = [[(7 * length + place) % vocabulary for place in range(length)] for length in (1, 2, 5, 14)]
         prompts = [prompt[: max(longest - 2, 1)] for prompt in prompts]
+        # Enough tokens for two ends of a block of 16, and completions that end in different steps.
+        lengths = [min(20 + len(prompt), longest - len(prompt)) for prompt in prompts]
         for values in ({"temperature": 1.0, "n": 2}, {"temperature": 0.0}):
             params = [
-                parameters(max_tokens=min(20, longest - len(prompt)), ignore_eos=True, seed=len(prompt), **values)
-                for prompt in prompts
+                parameters(max_tokens=length, ignore_eos=True, seed=len(prompt), **values)
+                for prompt, length in zip(prompts, lengths, strict=True)
             ]
             answers = []
             for generate in (usual, self.generate):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from colocate_rl.engine.known import names_of
+from colocate_rl.engine.decoding import Decoding
+from colocate_rl.engine.known import names_of, unread_schedule
 from colocate_rl.engine.protocol import Completion, FinishReason
 from colocate_rl.errors import EngineError
 
@@ -78,6 +79,8 @@ class Steps:
         self._sequences: dict[str, Unfinished] = {}
         self._update: Callable[..., Any] = core.scheduler.update_from_output
         self._allocate: Callable[..., Any] = core.scheduler.kv_cache_manager.allocate_slots
+        self.decoding = None if unread_schedule(core) else Decoding(core)
+        """Who schedules plain steps; None: vLLM."""
 
     @contextlib.contextmanager
     def standing_in(self, sequences: dict[str, Unfinished]) -> Iterator[None]:
@@ -87,7 +90,17 @@ class Steps:
         with (
             replaced(self._scheduler, "update_from_output", self.update_from_output),
             replaced(self._manager, "allocate_slots", self.allocate_slots),
+            self._scheduling(),
         ):
+            yield
+
+    @contextlib.contextmanager
+    def _scheduling(self) -> Iterator[None]:
+        if self.decoding is None:
+            yield
+            return
+        self.decoding.usual = self._scheduler.schedule
+        with replaced(self._scheduler, "schedule", self.decoding.schedule):
             yield
 
     def allocate_slots(self, request: Any, num_new_tokens: int, **others: Any) -> Any:
@@ -110,7 +123,7 @@ class Steps:
         return self._update(remainder, sampled)
 
     def _append(self, scheduled: Mapping[str, int], sampled: Any) -> dict[str, int]:
-        """Appends every token that neither ends its completion nor fills a block, of requests in their usual state.
+        """Appends every token that does not end its completion, of requests in their usual state.
 
         This loop is the price of a step: about a microsecond a token. It changes what vLLM's
         ``update_from_output`` changes for such a token.
@@ -135,7 +148,6 @@ class Steps:
             token, num_tokens = ids[row], len(sequence.token_ids) + 1
             if (
                 num_tokens >= sequence.limit
-                or (sequence.num_prompt_tokens + num_tokens) % block_size == 0
                 or token in sequence.stops
                 or request.status is not running
                 or getattr(request, stale)
@@ -146,6 +158,8 @@ class Steps:
                 raise EngineError(WRONG_TOKENS)
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
+            if (sequence.num_prompt_tokens + num_tokens) % block_size == 0:
+                request.update_block_hashes()
             request.num_output_placeholders -= placeholders
             if in_flight:
                 request.num_in_flight_tokens -= 1

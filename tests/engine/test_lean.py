@@ -29,6 +29,8 @@ def engine() -> Iterator[VllmEngine]:
 def test_the_steps_of_the_installed_vllm_are_known(engine: VllmEngine) -> None:
     assert engine._lean is not None
     assert engine._lean.obstacle is None
+    assert engine._lean._steps is not None
+    assert engine._lean._steps.decoding is not None
 
 
 @pytest.mark.parametrize("case", CASES)

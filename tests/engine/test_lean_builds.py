@@ -13,14 +13,22 @@ from colocate_rl.engine.protocol import Request, SamplingSpec
 from colocate_rl.engine.steps import Steps
 from colocate_rl.engine.vllm_engine import VllmEngine
 from tests.engine.conftest import weights
-from tests.engine.ways import CASES, RAGGED, SMALL_BLOCKS, break_and_go_on, by_both, core_of, nothing_left
+from tests.engine.ways import (
+    CASES,
+    RAGGED,
+    SMALL_BLOCKS,
+    SMALL_CACHE,
+    break_and_go_on,
+    by_both,
+    core_of,
+    nothing_left,
+    schedule_asynchronously,
+)
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 Build = Callable[..., VllmEngine]
-
-SMALL_CACHE = {**SMALL_BLOCKS, "num_gpu_blocks_override": 40}
 
 
 @pytest.fixture(scope="module")
@@ -56,42 +64,6 @@ def test_more_requests_than_fit_wait_and_are_preempted(
     assert nothing_left(engine)
 
 
-def schedule_asynchronously(engine: type[VllmEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has engines on CPU schedule a step before the last one's tokens are known, as they do on GPUs."""
-    build = engine._build
-
-    class Ready:
-        def synchronize(self) -> None: ...
-
-    def patched(self: VllmEngine) -> None:
-        import vllm.v1.worker.gpu_model_runner as runner  # noqa: TID251
-        from vllm.platforms.cpu import CpuPlatform  # noqa: TID251
-
-        check = CpuPlatform.check_and_update_config
-
-        def asynchronous(config: Any) -> None:
-            check(config)
-            config.scheduler_config.async_scheduling = True
-
-        class OnCpu(runner.AsyncGPUModelRunnerOutput):
-            def __init__(self, model_runner_output: Any, sampled_token_ids: Any, logprobs_tensors: Any, **others: Any):
-                self._model_runner_output = model_runner_output
-                self._invalid_req_indices = others["invalid_req_indices"]
-                self.vocab_size = others["vocab_size"]
-                self._sampled_token_ids = self.sampled_token_ids_cpu = sampled_token_ids
-                self._logprobs_tensors = self._logprobs_tensors_cpu = logprobs_tensors
-                self._num_nans = self._num_nans_cpu = self._has_fault = None
-                self._routed_experts = self._routed_experts_cpu = None
-                self.async_copy_ready_event = Ready()
-
-        monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(asynchronous))
-        monkeypatch.setattr(runner, "AsyncGPUModelRunnerOutput", OnCpu)
-        monkeypatch.setattr(runner.GPUModelRunner, "_get_or_create_async_output_copy_stream", lambda self: None)
-        build(self)
-
-    monkeypatch.setattr(engine, "_build", patched)
-
-
 def test_asynchronous_scheduling_gives_the_same(
     build: Build, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +95,20 @@ def test_the_own_stream_goes_on_and_is_the_same_in_both_ways(build: Build, model
         engine.close()
     assert samples[0] == samples[1]
     assert len(set(samples[0])) == 12
+
+
+def test_an_unknown_schedule_stays_with_vllm(
+    build: Build, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "SCHEDULES", {**known.SCHEDULES, "CachedRequestData": "0123456789ab"})
+    engine = build(model, extra=SMALL_BLOCKS)
+    engine.load_weights(weights(model))
+    assert engine._lean is not None
+    assert engine._lean.obstacle is None
+    assert engine._lean._steps is not None
+    assert engine._lean._steps.decoding is None
+    lean, usual = by_both(engine, *CASES["seeds"])
+    assert lean == usual
 
 
 def test_steps_of_an_unknown_vllm_stay_with_it(

@@ -15,6 +15,7 @@ Answers = list[list[Completion]]
 RAGGED = [prompt[: 3 + 7 * place % 40] for place, prompt in enumerate(prompts(12, length=45))]
 STOPS = tuple(range(0, 250, 40))
 SMALL_BLOCKS = {"block_size": 32}
+SMALL_CACHE = {**SMALL_BLOCKS, "num_gpu_blocks_override": 40}
 
 CASES = {
     "greedy": ([Request(p, 1) for p in RAGGED], SamplingSpec(max_tokens=70, temperature=0.0)),
@@ -59,6 +60,7 @@ def nothing_left(engine: VllmEngine) -> bool:
         and type(outputs).__name__ == "OutputProcessor"
         and not outputs.has_unfinished_requests()
         and "update_from_output" not in vars(core.scheduler)
+        and "schedule" not in vars(core.scheduler)
         and "allocate_slots" not in vars(core.scheduler.kv_cache_manager)
     )
 
@@ -67,16 +69,17 @@ def break_and_go_on(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None
     requests, sampling = CASES["seeds"]
     expected = engine.generate(requests, sampling)
     core = core_of(engine)
-    for owner, name in (
-        (core.model_executor, "execute_model"),
-        (core.model_executor, "sample_tokens"),
-        (core.scheduler, "schedule"),
+    for owner, name, which in (
+        (core.model_executor, "execute_model", 9),
+        (core.model_executor, "sample_tokens", 9),
+        (core.scheduler, "schedule", 2),  # not called for plain decode steps
+        (core.scheduler.kv_cache_manager, "take_new_block_ids", 9),
     ):
         method, calls = getattr(owner, name), Counter[str]()
 
-        def breaking(*args: Any, method: Any = method, calls: Counter[str] = calls, **kwargs: Any) -> Any:
+        def breaking(*args: Any, method: Any = method, calls: Any = calls, which: int = which, **kwargs: Any) -> Any:
             calls["made"] += 1
-            if calls["made"] == 9:
+            if calls["made"] == which:
                 raise ValueError("out of luck")
             return method(*args, **kwargs)
 
@@ -90,3 +93,39 @@ def break_and_go_on(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None
         engine.generate([*requests, Request([1] * 500, 2)], sampling)
     assert nothing_left(engine)
     assert engine.generate(requests, sampling) == expected
+
+
+def schedule_asynchronously(engine: type[VllmEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has engines on CPU schedule a step before the last one's tokens are known, as they do on GPUs."""
+    build = engine._build
+
+    class Ready:
+        def synchronize(self) -> None: ...
+
+    def patched(self: VllmEngine) -> None:
+        import vllm.v1.worker.gpu_model_runner as runner  # noqa: TID251
+        from vllm.platforms.cpu import CpuPlatform  # noqa: TID251
+
+        check = CpuPlatform.check_and_update_config
+
+        def asynchronous(config: Any) -> None:
+            check(config)
+            config.scheduler_config.async_scheduling = True
+
+        class OnCpu(runner.AsyncGPUModelRunnerOutput):
+            def __init__(self, model_runner_output: Any, sampled_token_ids: Any, logprobs_tensors: Any, **others: Any):
+                self._model_runner_output = model_runner_output
+                self._invalid_req_indices = others["invalid_req_indices"]
+                self.vocab_size = others["vocab_size"]
+                self._sampled_token_ids = self.sampled_token_ids_cpu = sampled_token_ids
+                self._logprobs_tensors = self._logprobs_tensors_cpu = logprobs_tensors
+                self._num_nans = self._num_nans_cpu = self._has_fault = None
+                self._routed_experts = self._routed_experts_cpu = None
+                self.async_copy_ready_event = Ready()
+
+        monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(asynchronous))
+        monkeypatch.setattr(runner, "AsyncGPUModelRunnerOutput", OnCpu)
+        monkeypatch.setattr(runner.GPUModelRunner, "_get_or_create_async_output_copy_stream", lambda self: None)
+        build(self)
+
+    monkeypatch.setattr(engine, "_build", patched)
