@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from colocate_rl.engine.protocol import Request, SamplingSpec
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import WeightSyncError
+from tests.engine.twins import compare_steps
 from tests.gpu.conftest import ENGINE_GPU, gpu_model, needs_two_gpus, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -210,3 +211,25 @@ def test_lean_generation_gives_what_vllm_gives(build: Build, enforce_eager: bool
                 answers.append(engine.generate(requests, sampling))
             engine._lean = lean
             assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_each_decode_step_is_vllms(build: Build, monkeypatch: pytest.MonkeyPatch, second_runner: bool) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(second_runner)))
+    model, limit = gpu_model(), sys.getrecursionlimit()
+    engine = build(model, max_num_seqs=16, extra={"num_gpu_blocks_override": 60})
+    engine.load_weights(weights(model))
+    lean = engine._lean
+    assert lean is not None
+    assert lean._steps is not None
+    assert lean._steps.decoding is not None
+    assert lean._core.scheduler.use_v2_model_runner == second_runner
+    count = compare_steps(monkeypatch)
+    sys.setrecursionlimit(20 * limit)  # the cache's free blocks are a chain, which deepcopy follows
+    try:
+        requests = [Request(prompt, 3, seed=11) for prompt in PROMPTS]
+        engine.generate(requests, SamplingSpec(max_tokens=60, stop_token_ids=tuple(range(0, 250, 40))))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert min(count[name] for name in ("finished", "blocks")) > 2
+    assert count["steps"] > 50
