@@ -98,8 +98,7 @@ class Decoding:
         manager.new_step_starts()
         blocks: list[Any] = [None] * len(ids)
         for place in edges:
-            found = manager.allocate_slots(requests[place], 1, num_lookahead_tokens=0)
-            blocks[place] = found.get_block_ids(allow_none=True)
+            blocks[place] = self._new_blocks(requests[place], counts[place])
         manager.take_new_block_ids()  # which only caches that are zeroed ask for
         step = self._make_empty()
         step.scheduled_cached_reqs.req_ids = ids
@@ -112,6 +111,12 @@ class Decoding:
         step.preempted_req_ids = set()
         step.finished_req_ids, scheduler.finished_req_ids = scheduler.finished_req_ids, set()
         return step
+
+    def _new_blocks(self, request: Any, computed: int) -> tuple[list[int], ...] | None:
+        """What is left of vLLM's ``allocate_slots`` where free blocks are enough and no window slides."""
+        found = self._manager.coordinator.allocate_new_blocks(request.request_id, computed + 1, computed + 1)
+        self._manager.cache_blocks(request, min(computed + 1, len(request._all_token_ids)))
+        return tuple([block.block_id for block in group] for group in found) if any(found) else None
 
     def _advance(self, requests: list[Any], counts: list[int]) -> list[int]:
         """Changes what vLLM's ``_update_after_schedule`` changes in requests that decode.
