@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from colocate_rl.engine.decoding import Decoding
 from colocate_rl.engine.known import names_of, unread_schedule
 from colocate_rl.engine.protocol import Completion, FinishReason
 from colocate_rl.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 WRONG_TOKENS = "the engine's log-probabilities belong to other tokens than it sampled."
 STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
@@ -79,7 +82,10 @@ class Steps:
         self._sequences: dict[str, Unfinished] = {}
         self._update: Callable[..., Any] = core.scheduler.update_from_output
         self._allocate: Callable[..., Any] = core.scheduler.kv_cache_manager.allocate_slots
-        self.decoding = None if unread_schedule(core) else Decoding(core)
+        unread = unread_schedule(core)
+        if unread:
+            logger.info("Each step is scheduled by vLLM, which has other versions of %s.", ", ".join(unread))
+        self.decoding = None if unread else Decoding(core)
         """Who schedules plain steps; None: vLLM."""
 
     @contextlib.contextmanager
