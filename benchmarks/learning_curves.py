@@ -236,7 +236,8 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         for curve in curves:
             axes.plot(curve, color=COLOURS[mode], linewidth=0.6, alpha=0.5)
         mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
-        axes.plot(mean, color=COLOURS[mode], linewidth=2.2, label=f"{mode} ({len(curves)} seeds)")
+        style = "--" if mode == "stream" else "-"  # its curve is that of none where the engine's samples are the same
+        axes.plot(mean, style, color=COLOURS[mode], linewidth=2.2, label=f"{mode} ({len(curves)} seeds)")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"reward (mean of {SMOOTHED_STEPS} steps)")
     axes.spines[["top", "right"]].set_visible(False)
