@@ -182,9 +182,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 )
         self._check_passed_on()
         self._check_liger()
-        filters = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-        used = [name for name, off in filters.items() if getattr(self, name) not in (off, 0.0)]
-        used += [name for name in ("structured_outputs",) if name in backend.sampling_extra(self)]
+        used = self.sampling_filters
         if used and self.use_vllm and self.vllm_importance_sampling_correction:
             logger.warning(
                 "%s: the engine's log-probabilities include this filter, the policy's do not, so the "

@@ -288,7 +288,7 @@ class GRPOOptions:
         "Whose log-probabilities are the 'old' ones, around which the ratio is clipped. policy: the policy's when "
         "training on the batch begins (no extra pass where they equal the live ones); the correction weighs the rest. "
         "sampling: those that the engine sampled with; no pass, no correction. auto: sampling with overlap='one_step', "
-        "whose batches are of an older policy, else policy.",
+        "whose batches are of an older policy, unless a filter such as top_p changes what is sampled; else policy.",
     )
     vllm_importance_sampling_correction: bool = _setting(
         True, "Weight the loss by policy/engine probability, to correct for the engine's other numerics."
@@ -350,10 +350,24 @@ class GRPOOptions:
     bf16: bool | None = _setting(None, "Compute in bfloat16. None: True where there is a GPU that can and fp16 is off.")
 
     @property
+    def sampling_filters(self) -> list[str]:
+        """What keeps an engine from sampling some tokens: its log-probabilities are then not the policy's."""
+        off: dict[str, tuple[Any, ...]] = {
+            "top_p": (1.0,),
+            "top_k": (0,),
+            "min_p": (None, 0.0),
+            "repetition_penalty": (1.0,),
+            "vllm_structured_outputs_regex": (None,),
+        }
+        used = [name for name, values in off.items() if getattr(self, name) not in values]
+        keys = ("structured_outputs", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens")
+        return used + [key for key in keys if key in dictionary(self.generation_kwargs)]
+
+    @property
     def old_logprobs_source(self) -> Literal["policy", "sampling"]:
         """``old_logprobs`` with "auto" decided."""
         if self.old_logprobs == "auto":
-            return "sampling" if self.overlap == "one_step" else "policy"
+            return "sampling" if self.overlap == "one_step" and not self.sampling_filters else "policy"
         return "policy" if self.old_logprobs == "policy" else "sampling"
 
 

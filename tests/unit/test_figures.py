@@ -43,6 +43,13 @@ def test_the_gap_to_the_engine_is_told_whoever_is_old() -> None:
     assert stale["clip_ratio/high_mean"] == pytest.approx(0.5)  # exp(0.3) is beyond 1.2, of half the tokens A > 0
 
 
+def test_a_filter_leaves_the_ratio_to_the_policy() -> None:
+    """Behind top_p the engine's probabilities are larger than the policy's, all of them: a clip range of its own."""
+    for filtered in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"generation_kwargs": {"min_tokens": 2}}):
+        args = GRPOConfig("out", use_cpu=True, report_to="none", overlap="one_step", **filtered)  # type: ignore[arg-type]
+        assert args.old_logprobs_source == "policy"
+
+
 @pytest.mark.parametrize(
     ("overlap", "asked", "source"),
     [
