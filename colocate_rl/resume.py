@@ -9,6 +9,7 @@ which says whether another run can take it up. Tensors and JSON only: nothing is
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.rollout.packed import pack_answers, unpack_answers
 from colocate_rl.rollout.records import RolloutBatch
+from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.stages import Answered, Row
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ def save(folder: Path, state: RolloutState, args: GRPOConfig, collectives: Colle
         "tokens_per_slice": state.tokens_per_slice,
         "num_slices": len(state.slices),
         "ahead": None if state.ahead is None else state.ahead[0],
+        "ahead_prompts": None if state.ahead is None else _digest(state.ahead[1].rows),
     }
     with collectives.failing_together("saving the generation batch in use"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +113,13 @@ def load(
     expected = _identity(args, collectives.world_size, micro_step)
     with collectives.failing_together("reading the generation batch in use"):
         header, tensors = _read(file)
-    obstacles = collectives.gather_objects(_obstacle(file, header, expected))
+    number = None if header is None else header.get("ahead")
+    with collectives.failing_together("reading the prompts of the generation batch ahead"):
+        rows = None if number is None else rows_of(number)  # None: there is none, or this run is shorter
+    problem = _obstacle(file, header, expected)
+    if header is not None and problem is None and rows is not None and header.get("ahead_prompts") != _digest(rows):
+        problem = f"its {file.name} answers other prompts than this run (by its data set, seed, data_seed) asks next"
+    obstacles = collectives.gather_objects(problem)
     obstacle = next((text for text in obstacles if text), None)
     if header is None or obstacle is not None:
         if collectives.rank == 0:
@@ -123,8 +132,7 @@ def load(
         return None
     slices = [_batch(_beneath(tensors, f"slice/{number}/")) for number in range(header["num_slices"])]
     ahead = None
-    rows = None if header["ahead"] is None else rows_of(header["ahead"])
-    if rows is not None:  # None: this run is shorter
+    if rows is not None:
         ahead = header["ahead"], unpack_answers(_beneath(tensors, "ahead/"), rows, collectives)
     lengths = zip(tensors["lengths/prompts"].tolist(), tensors["lengths/tokens"].tolist(), strict=True)
     return RolloutState(micro_step, header["tokens_per_slice"], slices, ahead, dict(lengths))
@@ -141,6 +149,11 @@ def _identity(args: GRPOConfig, world_size: int, micro_step: int) -> dict[str, A
         **{name: getattr(args, name) for name in _DECISIVE},
         "with_reference": args.beta != 0.0,
     }
+
+
+def _digest(rows: Sequence[Row]) -> int:
+    """Tells prompts and their order apart: answers are kept without rows, which another run may order otherwise."""
+    return zlib.crc32(repr([(row[PROMPT_INDEX], row["prompt"]) for row in rows]).encode("utf-8", "surrogatepass"))
 
 
 def _obstacle(file: Path, header: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from colocate_rl.resume import HEADER, file_name
 from colocate_rl.rollout.packed import pack_answers, unpack_answers
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.stages import Answered
+from tests import resuming
 from tests.resuming import BackgroundStreamEngine, Ran, StreamEngine, assert_same_run, make, run
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(200)]
@@ -86,6 +87,31 @@ def test_a_batch_generated_ahead(tmp_path: Path, iterations: int) -> None:
     assert max(line.get("staleness", 0) for line in whole[0]) > 0
     for step in (1, 2, 3):
         assert_same_run(run(tmp_path, step, **chosen), whole)
+
+
+@pytest.mark.usefixtures("in_background")
+@pytest.mark.parametrize("changes", [{"data_seed": 77}, {"shuffle_dataset": False}], ids=str)
+def test_answers_ahead_go_to_no_other_prompts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Another order of the data set has other prompts next: completions of the old ones would be scored as theirs."""
+    asked: dict[tuple[int, ...], str] = {}
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.extend((prompt, tuple(ids)) for prompt, ids in zip(prompts, completion_ids, strict=True) if ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+    monkeypatch.setattr(resuming, "even_ids", reward)
+    chosen = {"overlap": "one_step", "num_iterations": 1, "max_staleness": 4, "max_steps": 4, "eval_strategy": "no"}
+    run(tmp_path, None, **chosen)
+    asked.update((ids, prompt) for prompt, ids in seen)
+    seen.clear()
+    with caplog.at_level(logging.WARNING, "colocate_rl.resume"):
+        run(tmp_path, 2, **chosen, **changes)
+    assert seen
+    assert all(asked.get(ids, prompt) == prompt for prompt, ids in seen), "answered by what another prompt was answered"
+    assert "answers other prompts than this run" in caplog.text
 
 
 @pytest.mark.usefixtures("in_background")
