@@ -43,6 +43,10 @@ class CompletionLog:
             record |= {name: column[row] for name, column in extras.items()}
             self._rows.append({**record, "advantage": advantage})
 
+    def clear(self) -> None:
+        """Forgets the rows without writing them."""
+        self._rows.clear()
+
     def flush(
         self, step: int, folder: Path, *, num_to_print: int | None, unique_prompts: bool, console: Console
     ) -> list[dict[str, Any]]:

@@ -80,10 +80,14 @@ class MetricBuffer:
             for name, top in zip(largest_names, collectives.max(torch.stack(mine)).tolist(), strict=True):
                 value = None if math.isinf(top) else top
                 result[name.removeprefix("-")] = -value if value is not None and name.startswith("-") else value
+        self.clear()
+        return result
+
+    def clear(self) -> None:
+        """Starts afresh without a log; what :meth:`latest` has set stays."""
         self._shares.clear()
         self._largest.clear()
         self._totals.clear()
-        return result
 
 
 class PhaseSpan(NamedTuple):

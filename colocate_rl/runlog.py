@@ -56,6 +56,13 @@ class RunLog:
         self._reward_names = list(reward_names)
         self._trace: RewardTrace | None = None
 
+    def forget(self) -> None:
+        """Drops what has not been logged: a run begins, and what an interrupted one left is no part of it."""
+        self.metrics.clear()
+        self.completions.clear()
+        self._engine_seconds = [0.0] * len(self._engine_seconds)
+        self._events, self._timeline = [], []
+
     def note_tokens(self, num_tokens: int) -> None:
         """Logs the tokens that all ranks have trained on since the start of the run."""
         self.metrics.latest("num_tokens", num_tokens)

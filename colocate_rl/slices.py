@@ -59,7 +59,7 @@ class Slices:
         self._fixed = fixed
         self._collectives = collectives
         self._log = log
-        self._tokens_per_slice = float(args.per_device_train_batch_size * args.max_completion_length)
+        self._tokens_per_slice = self._most_tokens_per_slice
         self._held: list[RolloutBatch] = []
         """Those of the generation batch in use."""
         self._streamed: StreamedBatch | None = None
@@ -76,6 +76,10 @@ class Slices:
                 args.max_resample_tries,
                 aggregation=args.multi_objective_aggregation,
             )
+
+    @property
+    def _most_tokens_per_slice(self) -> float:
+        return float(self._args.per_device_train_batch_size * self._args.max_completion_length)
 
     def next(self, rows: list[Row], spares: Spares, trainer_state: Any) -> tuple[int, RolloutBatch | list[Row]]:
         """The slice to train on now, for :meth:`loss`; generates when the last generation batch is used up.
@@ -165,10 +169,14 @@ class Slices:
         self._positions.end_step()
 
     def resume_at(self, micro_step: int) -> None:
-        """A run begins, or goes on, after so many micro-steps; what an interrupted one held is dropped."""
+        """A run begins, or goes on, after so many micro-steps; what an earlier one held and learned is dropped.
+
+        Lengths too: they decide which engine answers which prompt, and with that what is sampled.
+        """
         self._positions.resume_at(micro_step)
-        self._held, self._streamed = [], None
+        self._held, self._streamed, self._tokens_per_slice = [], None, self._most_tokens_per_slice
         self._schedule.forget()
+        self._wired.generator.expected.take({})
 
     def hold(self) -> RolloutState:
         """What a checkpoint needs, between two optimizer steps."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import TrainerCallback
 
 from colocate_rl import engines
 from colocate_rl.collectives import Collectives
@@ -120,6 +121,51 @@ def test_a_streamed_batch_that_is_used_twice(tmp_path: Path) -> None:
     whole = run(tmp_path, None, **chosen)
     for step in (1, 2):
         assert_same_run(run(tmp_path, step, **chosen), whole)
+
+
+class Interrupting(TrainerCallback):
+    """Interrupts one run in the middle of a step, as a notebook's stop button does."""
+
+    armed = True
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.armed and state.global_step == 2:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("overlap", ["none", "stream", "one_step"])
+def test_an_interrupted_run_leaves_nothing_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """Neither figures that it did not come to log, nor lengths that deal prompts to engines otherwise."""
+    engine = StreamEngine if overlap == "none" else BackgroundStreamEngine
+    monkeypatch.setattr(engines, "build_engine", lambda *_: engine())
+    chosen = {
+        "overlap": overlap,
+        "steps_per_generation": 2,
+        "num_iterations": 1,
+        "max_steps": 4,
+        "logging_steps": 4,
+        "max_staleness": 4,
+        "learning_rate": 0.3,
+        "optim": "sgd",  # Trainer keeps the moments of others
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "log_completions": True,
+        "num_completions_to_print": 0,
+    }
+    whole = run(tmp_path / "whole", None, **chosen)
+    trainer = make(tmp_path / "again", **chosen)
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.add_callback(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.model.load_state_dict(start)
+    trainer.train()
+    weights = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    assert_same_run((trainer.state.log_history, weights), whole)
+    assert trainer.state.log_history[0]["engine/0/prompts"] == whole[0][0]["engine/0/prompts"]
 
 
 @pytest.mark.usefixtures("scripted")
