@@ -69,13 +69,7 @@ class CompletionLog:
         if not rows:
             return []
         folder.mkdir(parents=True, exist_ok=True)
-        columns = dict.fromkeys(name for row in rows for name in row)
-        values = {name: [row.get(name) for row in rows] for name in columns}
-        try:
-            table = pa.table(values)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):  # extras of mixed types; a log must not end a run
-            table = pa.table({n: v if n in self._plain else [str(x) for x in v] for n, v in values.items()})
-        pq.write_table(table, folder / f"completions_{step:05d}.parquet")
+        rows = self._write(rows, folder / f"completions_{step:05d}.parquet")
         if num_to_print != 0:
             shown = (
                 rows
@@ -83,6 +77,18 @@ class CompletionLog:
                 else random.Random(step).sample(rows, num_to_print)
             )
             console.print(self._table(step, shown))
+        return rows
+
+    def _write(self, rows: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+        """Writes a file with as many columns as any row has; its rows, of which extras may have become text."""
+        columns = dict.fromkeys(name for row in rows for name in row)
+        values = {name: [row.get(name) for row in rows] for name in columns}
+        try:
+            pq.write_table(pa.table(values), file)
+        except Exception:  # whatever a reward function thought of as an extra: a log must not end a run
+            values = {n: v if n in self._plain else [_plain_text(x) for x in v] for n, v in values.items()}
+            pq.write_table(pa.table(values), file)
+            return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return rows
 
     @staticmethod
@@ -95,6 +101,11 @@ class CompletionLog:
             cells = [_cell(row.get(name, "")) for name in names]
             table.add_row(*[Text(cell) for cell in cells])
         return table
+
+
+def _plain_text(value: Any) -> str:
+    """As text that every encoding can hold: a string of Python's may have halves of characters."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def _cell(value: Any) -> str:

@@ -24,7 +24,11 @@ def metric_logger(metrics: MetricBuffer) -> Callable[[str, float], None]:
     def log_metric(name: str, value: float) -> None:
         if RESERVED_METRICS.match(name):
             raise ValueError(f"log_metric({name!r}): the trainer logs a figure of that name itself. Use another one.")
-        metrics.mean(name, value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch has its own idea of several numbers in place of one
+            raise ValueError(f"log_metric({name!r}) got {value!r}. It takes one number.") from None
+        metrics.mean(name, number)
 
     return log_metric
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,40 @@ def test_a_metric_under_another_name() -> None:
     metrics = MetricBuffer()
     metric_logger(metrics)("rewarding", 2.0)
     assert metrics.flush(Collectives(torch.device("cpu"))) == {"rewarding": 2.0}
+
+
+@pytest.mark.parametrize("value", [None, "high", [1.0], torch.ones(3), np.ones(2)], ids=repr)
+def test_a_metric_that_is_not_one_number(value: Any) -> None:
+    metrics = MetricBuffer()
+    metric_logger(metrics)("mine", 1.0)
+    with pytest.raises(ValueError, match=r"(?s)log_metric\('mine'\) got .*one number"):
+        metric_logger(metrics)("mine", value)
+    assert metrics.flush(Collectives(torch.device("cpu"))) == {"mine": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("extra", "written"),
+    [
+        ([{}, {}], ["{}", "{}"]),
+        ([[{}], []], ["[{}]", "[]"]),
+        ([2**70, 1], [str(2**70), "1"]),
+        (["\ud800", "fine"], ["\\ud800", "fine"]),
+    ],
+    ids=["empty mappings", "lists of them", "large numbers", "half a character"],
+)
+def test_extras_that_no_parquet_column_holds_are_written_as_text(
+    tmp_path: Path, extra: list[Any], written: list[str]
+) -> None:
+    from rich.console import Console
+
+    log = CompletionLog(4, ["r"])
+    log.add(["p", "p"], ["a", "b"], [[1.0], [2.0]], [0.0, 0.0], {"x": extra})
+    console = Console(file=(tmp_path / "printed").open("w", encoding="utf-8"))
+    rows = log.flush(1, tmp_path, num_to_print=None, unique_prompts=False, console=console)
+    assert [row["x"] for row in rows] == written
+    kept = datasets.Dataset.from_parquet(str(tmp_path / "completions_00001.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert kept["x"][:] == written
+    assert kept["r"][:] == [1.0, 2.0]
 
 
 def test_extras_of_mixed_types_do_not_end_a_run(tmp_path: Path) -> None:
