@@ -128,7 +128,7 @@ def checked_values(name: str, values: Any, expected: int) -> list[float]:
     Raises:
         RewardError: for a wrong number of values, or one that is no finite number.
     """
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor) or getattr(values, "ndim", 1) == 0:  # numpy's lone number has a length too
         values = values.tolist()
     if values is None or isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__len__"):
         raise RewardError(
@@ -148,15 +148,18 @@ def _checked_value(name: str, row: int, value: Any) -> float:
         return math.nan
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise RewardError(
             f"Reward function {name!r} returned {value!r} for row {row} (of this rank's completions), which is "
             f"not a number."
         ) from None
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:
         raise RewardError(
-            f"Reward function {name!r} returned {number} for row {row} (of this rank's completions). A non-finite "
-            "reward would spoil its whole group; return None for a completion that cannot be scored."
+            f"Reward function {name!r} returned {number} for row {row} (of this rank's completions). A "
+            "reward that is not finite (in float32) would spoil its whole group; return None for a completion that "
+            "cannot be scored."
         )
     return number
 

@@ -181,6 +181,7 @@ def test_a_wrong_number_of_values_is_never_broadcast(values: list[float], count:
         ({0: 1.0, 1: 1.0, 2: 1.0}, "dict"),
         ((value for value in (1.0, 2.0, 3.0)), "generator"),
         (torch.tensor(1.0), "float"),
+        (np.array(1.0), "float"),
     ],
 )
 def test_what_is_no_list(values: Any, kind: str) -> None:
@@ -212,6 +213,13 @@ def test_a_non_finite_number_names_function_row_and_value(value: float) -> None:
     text = str(caught.value)
     assert f"'correct' returned {value} for row 2" in text
     assert "return None" in text
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**400], ids=["1e39", "-1e39", "10**400"])
+def test_a_number_beyond_float32_is_refused_too(value: float) -> None:
+    """As float32 it would be infinite, and its group would learn nothing without a word."""
+    with pytest.raises(RewardError, match=r"'correct' returned -?(1e\+39|inf) for row 2 .*not finite \(in float32\)"):
+        score([length, returning([0.0, 1.0, value], "correct")])
 
 
 # Names, weights
