@@ -1,6 +1,7 @@
 """`GRPOConfig`: `transformers.TrainingArguments` plus the settings of :mod:`colocate_rl.options`, checked."""
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 
@@ -64,8 +65,10 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 raise ConfigError(
                     f"vllm_devices={self.vllm_devices!r} is not a list of device numbers such as '2,3'."
                 ) from None
+        elif isinstance(self.vllm_devices, int):
+            self.vllm_devices = [self.vllm_devices]
         for name in options.JSON_OPTIONS:
-            if isinstance(getattr(self, name), str):
+            if not isinstance(getattr(self, name), dict | None):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is no JSON object; write it as '{{\"key\": value}}'."
                 )
@@ -129,7 +132,24 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         objective_checks.check_objective(self)
 
     def _check_bounds(self) -> None:
+        rows = "at least 1 completion"
         for name, valid, rule in (
+            ("per_device_train_batch_size", self.per_device_train_batch_size >= 1, rows),
+            ("per_device_eval_batch_size", self.per_device_eval_batch_size >= 1, rows),
+            ("seed", 0 <= self.seed < 2**32, "at least 0, below 2**32"),
+            ("temperature", math.isfinite(self.temperature), "a finite number"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1 (0 is off)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1.0 is off)"),
+            (
+                "vllm_logprob_gap_limit",
+                self.vllm_logprob_gap_limit is None or self.vllm_logprob_gap_limit >= 0,
+                "at least 0 nats (0: no check)",
+            ),
+            (
+                "num_completions_to_print",
+                self.num_completions_to_print is None or self.num_completions_to_print >= 0,
+                "at least 0",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
             ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
             (

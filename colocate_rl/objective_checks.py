@@ -63,6 +63,16 @@ def _check_ranges(args: GRPOOptions) -> None:
             args.off_policy_mask_threshold is None or args.off_policy_mask_threshold > 0,
             "above 0, in nats per token",
         ),
+        (
+            "vllm_importance_sampling_clip_min",
+            args.vllm_importance_sampling_clip_min is None or args.vllm_importance_sampling_clip_min >= 0,
+            "at least 0: it bounds a probability ratio from below",
+        ),
+        (
+            "vllm_importance_sampling_clip_max",
+            args.vllm_importance_sampling_clip_max is None or args.vllm_importance_sampling_clip_max > 0,
+            "above 0: it bounds a probability ratio from above",
+        ),
     ):
         if not valid:
             raise ConfigError(f"{name} is {getattr(args, name)}; it must be {rule}.")

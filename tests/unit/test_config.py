@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,28 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({"vllm_devices": "2;3"}, ["vllm_devices='2;3'", "'2,3'"]),
     ({"vllm_devices": "GPU-1"}, ["vllm_devices='GPU-1'"]),
     ({"vllm_devices": ""}, ["vllm_devices=''"]),
+    ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size is 0", "at least 1"]),
+    ({"per_device_train_batch_size": 0, "generation_batch_size": 8}, ["per_device_train_batch_size is 0"]),
+    ({"per_device_train_batch_size": -8}, ["per_device_train_batch_size is -8"]),
+    ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size is 0"]),
+    ({"seed": -1}, ["seed is -1", "2**32"]),
+    ({"temperature": math.nan}, ["temperature is nan", "finite"]),
+    ({"temperature": math.inf}, ["temperature is inf", "finite"]),
+    ({"min_p": 2.0}, ["min_p is 2.0", "0 to 1"]),
+    ({"min_p": math.nan}, ["min_p is nan"]),
+    ({"repetition_penalty": 0.0}, ["repetition_penalty is 0.0", "above 0"]),
+    ({"vllm_logprob_gap_limit": math.nan}, ["vllm_logprob_gap_limit is nan"]),
+    ({"vllm_logprob_gap_limit": -1.0}, ["vllm_logprob_gap_limit is -1.0", "no check"]),
+    ({"num_completions_to_print": -1}, ["num_completions_to_print is -1", "at least 0"]),
+    ({"vllm_importance_sampling_clip_max": -1.0}, ["vllm_importance_sampling_clip_max is -1.0", "above 0"]),
+    ({"vllm_importance_sampling_clip_max": math.nan}, ["vllm_importance_sampling_clip_max is nan"]),
+    ({"vllm_importance_sampling_clip_min": -1.0}, ["vllm_importance_sampling_clip_min is -1.0", "at least 0"]),
+    ({"generation_kwargs": [1]}, ["generation_kwargs=[1] is no JSON object"]),
 ]
+
+
+def test_one_device_may_be_a_plain_number(tmp_path: Path) -> None:
+    assert make(tmp_path, vllm_devices=3).vllm_devices == [3]
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSALS, ids=lambda value: str(value)[:50])
