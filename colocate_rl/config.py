@@ -32,6 +32,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *options.JSON_OPTIONS]  # noqa: RUF012  # as there
 
     def __post_init__(self) -> None:
+        self._check_sharding()
         has_gpu = (
             not self.use_cpu and torch.cuda.is_available()
         )  # asking alone would keep a notebook from forking ranks
@@ -170,6 +171,15 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             if not valid:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
 
+    def _check_sharding(self) -> None:
+        """To be called first: transformers would look for packages that these need."""
+        by_launcher = [n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_true(os.environ.get(n))]
+        if self.deepspeed or self.fsdp or by_launcher:
+            raise ConfigError(
+                "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. "
+                "Remove the setting; ranks then train with DistributedDataParallel."
+            )
+
     def _check_unsupported(self) -> None:
         if self.vllm_mode != "colocate":
             raise ConfigError(
@@ -181,13 +191,6 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 "auto_find_batch_size=True would shrink the batch and cut groups of completions apart. Set "
                 "per_device_train_batch_size instead."
             )
-        by_launcher = [n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_true(os.environ.get(n))]
-        if self.deepspeed or self.fsdp or by_launcher:
-            raise ConfigError(
-                "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. "
-                "Remove the setting; ranks then train with DistributedDataParallel."
-            )
-
         for name, reason in (
             ("torch_compile", "layers are compiled one by one, with torch's defaults; leave out its backend and mode"),
             ("ignore_data_skip", "a resumed run would train other prompts than its generation batches say"),

@@ -36,6 +36,8 @@ def read_settings(path: str, switches: Collection[str]) -> FileSettings:
         found = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"--config {path!r} could not be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path!r} is no text in UTF-8 ({error}). Save it as such.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path!r} is no valid YAML: {error}") from None
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
@@ -55,6 +57,8 @@ def _words(name: str, value: Any, *, is_switch: bool) -> list[str]:
         return []
     if is_switch:
         return [flag]
+    if value is False and name.endswith("_strategy"):
+        value = "no"  # what the word means in YAML 1.1, unless it is quoted
     if isinstance(value, Mapping):
         return [f"{flag}={json.dumps(value)}"]
     if not isinstance(value, list):

@@ -8,9 +8,9 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from colocate_rl import peft_flags
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
@@ -196,13 +196,7 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     from colocate_rl.data import FILE_FORMATS, load_rows
     from colocate_rl.trainer import GRPOTrainer
 
-    resume: Any = args.resume_from_checkpoint
-    if resume is not None and str(resume).lower() in ("true", "false"):
-        resume = str(resume).lower() == "true"
-    if isinstance(resume, str) and not Path(resume).is_dir():
-        raise ConfigError(
-            f"--resume-from-checkpoint {resume!r} is no folder. Name a checkpoint, or 'true' for the last one."
-        )
+    resume = _checkpoint(args)
     with Collectives(args.device).failing_together("reading the data sets"):
         train = load_rows(
             script.dataset, script.dataset_train_split, script.dataset_config, streaming=script.dataset_streaming
@@ -242,6 +236,52 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     leave()
 
 
+def _checkpoint(args: "GRPOConfig") -> bool | str | None:
+    """Where to go on, checked before engines are built; True: at the last checkpoint in the output folder."""
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import get_last_checkpoint
+
+    resume = args.resume_from_checkpoint
+    if resume is None or str(resume).lower() == "false":
+        return None
+    if str(resume).lower() == "true":
+        folder = Path(args.output_dir or ".")
+        if not folder.is_dir() or get_last_checkpoint(str(folder)) is None:
+            raise ConfigError(
+                f"--resume-from-checkpoint true: there is no checkpoint in --output_dir {str(folder)!r} to go on from. "
+                "Remove the flag to start a run, or check the folder."
+            )
+        return True
+    if not Path(resume).is_dir():
+        raise ConfigError(
+            f"--resume-from-checkpoint {resume!r} is no folder. Name a checkpoint, or 'true' for the last one."
+        )
+    if not (Path(resume) / TRAINER_STATE_NAME).is_file():
+        raise ConfigError(
+            f"--resume-from-checkpoint {resume!r} is no checkpoint: it has no {TRAINER_STATE_NAME}. Name a "
+            "checkpoint-... folder; to start a run from the weights of a folder, name it as --model."
+        )
+    return resume
+
+
+def _check_names(
+    script: argparse.Namespace, rest: Sequence[str], parser: argparse.ArgumentParser, types: Mapping[str, Any]
+) -> None:
+    """Refuses settings that there are none of, and null where a setting takes a value; takes the others' null."""
+    names = {option for action in parser._actions for option in action.option_strings}
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    unknown = [flag for flag in [*flags, *(f"--{name}" for name in script.unset)] if flag not in names]
+    if unknown:
+        own = {option for action in build_parser()._actions for option in action.option_strings}
+        close = difflib.get_close_matches(unknown[0], names | own, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"There is no setting {unknown[0]}.{hint} See --help.")
+    for name in script.unset:
+        if type(None) not in get_args(types[name]):
+            raise ConfigError(f"{name} is null in --config {script.config!r}, but it takes a value. Remove the line.")
+    parser.set_defaults(**dict.fromkeys(script.unset))
+
+
 def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfig":
     from transformers import HfArgumentParser
 
@@ -254,14 +294,7 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
             raise ConfigError(f"{message}. See --help.")
 
     parser = Parser(GRPOConfig, allow_abbrev=False)  # type: ignore[arg-type]
-    names = {option for action in parser._actions for option in action.option_strings}
-    parser.set_defaults(**dict.fromkeys(script.unset))
-    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    unknown = [flag for flag in [*flags, *(f"--{name}" for name in script.unset)] if flag not in names]
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"There is no setting {unknown[0]}.{hint} See --help.")
+    _check_names(script, rest, parser, get_type_hints(GRPOConfig))
     words = list(rest)
     if "--output_dir" not in {word.partition("=")[0] for word in words}:
         words.append(f"--output_dir={Path(script.model).resolve().name}-GRPO")
@@ -269,6 +302,10 @@ def _parse_config(script: argparse.Namespace, rest: Sequence[str]) -> "GRPOConfi
         parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
     except json.JSONDecodeError as error:
         raise ConfigError(f"A setting that takes a dictionary is no valid JSON: {error}") from None
+    except ColocateError:
+        raise
+    except (ImportError, TypeError, ValueError) as error:  # what transformers says of settings that are its own
+        raise ConfigError(f"{str(error).rstrip('.')}. See --help.") from error
     args: GRPOConfig = parsed[0]
     if stray := parsed[-1]:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
@@ -79,6 +80,7 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     if train_dataset is None:
         raise DataError("train_dataset is required.")
     _check_train_dataset(args, train_dataset)
+    _check_output_dir(args)
     for name, rows in eval_sets(given.eval_dataset).items():
         check_dataset(name, rows)
     init_kwargs = dictionary(args.model_init_kwargs)
@@ -121,6 +123,15 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
         _check_prompts(name, rows, codec, window, vocab_size, collectives)
     multiturn.check_template(longer, args, tokenizer, model, config)
     return Checked(placement, rewards, config, tokenizer, longest, longer)
+
+
+def _check_output_dir(args: GRPOConfig) -> None:
+    folder = Path(args.output_dir or ".")
+    taken = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    if taken is not None:
+        raise ConfigError(
+            f"output_dir={args.output_dir!r} cannot be a folder: {str(taken)!r} is a file. Choose another output_dir."
+        )
 
 
 def _placement(args: GRPOConfig, num_ranks: int) -> Placement:

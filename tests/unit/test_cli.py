@@ -167,6 +167,7 @@ def test_output_folder_is_named_after_the_model(tmp_path: Path, monkeypatch: pyt
         ("--max_stepz", "--max_stepz", "--max_steps"),
         ("--num-vllm-gpu", "--num_vllm_gpu", "--num_vllm_gpus"),
         ("--los-type=grpo", "--los_type", "--loss_type"),
+        ("--reward-func", "--reward_func", "--reward_funcs"),
     ],
 )
 def test_an_unknown_flag_suggests_the_nearest(wrong: str, shown: str, meant: str) -> None:
@@ -238,6 +239,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ({"dataset": "bare.jsonl"}, ["no column 'prompt'", "question"]),
         ({"model": "."}, ["Model folder '.' has no config.json"]),
         ({"num_vllm_gpus": "0"}, ["num_vllm_gpus is 0"]),
+        ({"resume_from_checkpoint": "true"}, ["there is no checkpoint in --output_dir 'model-GRPO'"]),
+        ({"resume_from_checkpoint": "gone"}, ["'gone' is no folder"]),
+        ({"resume_from_checkpoint": "model"}, ["'model' is no checkpoint", "trainer_state.json", "--model"]),
+        ({"output_dir": "rows.jsonl"}, ["output_dir='rows.jsonl' cannot be a folder", "Choose another"]),
+        ({"output_dir": "rows.jsonl/out"}, ["'rows.jsonl' is a file"]),
+        ({"logging_steps": "0"}, ["non-zero --logging_steps"]),
+        ({"accelerator_config": '{"foo": true}'}, ["unexpected keyword argument 'foo'"]),
+        ({"deepspeed": "zero3.json"}, ["DeepSpeed and FSDP are not supported yet"]),
     ],
     ids=lambda value: str(value)[:40],
 )

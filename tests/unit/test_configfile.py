@@ -80,12 +80,21 @@ def test_null_is_none_and_not_the_default(write: Any) -> None:
     assert parsed("--config", file, "--vllm-importance-sampling-clip-max", "2").vllm_importance_sampling_clip_max == 2.0
 
 
+def test_no_is_a_strategy_and_not_false(write: Any) -> None:
+    """As in every configuration of transformers; YAML 1.1 reads the bare word as false."""
+    file = write("model: a/b\neval_strategy: no\nsave-strategy: no\nlogging_strategy: 'no'")
+    config = parsed("--config", file)
+    assert (config.eval_strategy, config.save_strategy, config.logging_strategy) == ("no", "no", "no")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("los_type: grpo", ["--los_type", "Did you mean --loss_type?"]),
         ("los_type: null", ["--los_type", "Did you mean --loss_type?"]),
         ("beta: high", ["--beta", "high"]),
+        ("num_generations: null", ["num_generations is null", "Remove the line"]),
+        ("temperature:", ["temperature is null"]),
         ("loss_type: nonsense", ["loss_type='nonsense'"]),
         ("config: other.yaml", ["names another file"]),
         ("generation_kwargs: [1]", ["generation_kwargs"]),
@@ -105,6 +114,12 @@ def test_a_file_that_cannot_be_used(write: Any, text: str, words: list[str]) -> 
 def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match="one mapping of names to values"):
+        parsed("--config", str(tmp_path / "run.yaml"))
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes("beta: 0.1".encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"run\.yaml' is no text in UTF-8"):
         parsed("--config", str(tmp_path / "run.yaml"))
 
 

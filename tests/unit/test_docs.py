@@ -81,8 +81,12 @@ def test_a_field_that_is_refused(tmp_path: Path, name: str) -> None:
         with pytest.raises(TypeError, match=name):
             GRPOConfig(str(tmp_path), **{name: True})
         return
+    if name in ("deepspeed", "fsdp"):
+        with pytest.raises(ConfigError, match=f"(?i){name}"):  # before transformers looks for packages
+            GRPOConfig(str(tmp_path), **{name: "anything"})
+        return
     config = GRPOConfig(str(tmp_path), use_cpu=True)
-    setattr(config, name, True)  # transformers itself would look for DeepSpeed first
+    setattr(config, name, True)
     check = backend.resolve if name.startswith("use_transformers") else GRPOConfig._check_unsupported
     with pytest.raises(ConfigError, match=f"(?i){name}"):
         check(config)
