@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -66,8 +67,9 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 raise ConfigError(
                     f"vllm_devices={self.vllm_devices!r} is not a list of device numbers such as '2,3'."
                 ) from None
-        elif isinstance(self.vllm_devices, int):
-            self.vllm_devices = [self.vllm_devices]
+        given: Any = self.vllm_devices
+        if isinstance(given, int):
+            self.vllm_devices = [given]
         for name in options.JSON_OPTIONS:
             if not isinstance(getattr(self, name), dict | None):
                 raise ConfigError(
