@@ -272,7 +272,9 @@ class GRPOTrainer(Trainer):
         occasion = self._occasions.of(logs)
         if occasion is Occasion.STEPS:
             logs = {**logs, **self._log.flush()}  # type: ignore[dict-item]
+        still_to_log = self.control.should_log and occasion is not Occasion.STEPS
         super().log(logs, start_time)
+        self.control.should_log |= still_to_log  # else this rank alone would leave out the log of the step
         if occasion is Occasion.USER:
             return
         with self.collectives.failing_together("writing the log"):

@@ -119,7 +119,7 @@ def test_a_second_run_of_one_trainer_starts_from_the_current_weights(tmp_path: P
 
 
 class Chatty(TrainerCallback):
-    """Logs from within the trainer's own logs, saves and evaluations, as a user may on one rank alone."""
+    """Logs from within the trainer's own steps, logs, saves and evaluations, as a user may on one rank alone."""
 
     trainer: CheckingTrainer
     busy = False
@@ -130,7 +130,7 @@ class Chatty(TrainerCallback):
             self.trainer.log({"mine": 1.0})
             self.busy = False
 
-    on_log = on_save = on_evaluate = on_train_end = say  # type: ignore[assignment]
+    on_step_end = on_log = on_save = on_evaluate = on_train_end = say  # type: ignore[assignment]
 
 
 @pytest.mark.usefixtures("scripted")
@@ -157,3 +157,24 @@ def test_only_the_trainers_own_logs_join_ranks(tmp_path: Path) -> None:
     assert joined.count("writing the log") == len(records)
     assert not any("mine" in record for record in records)
     assert sum("mine" in line for line in trainer.state.log_history) > 6
+
+
+class Evaluating(TrainerCallback):
+    """Evaluates after each step by itself."""
+
+    trainer: CheckingTrainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.evaluate(datasets.Dataset.from_dict({"prompt": ["1=", "2="]}))
+
+
+@pytest.mark.usefixtures("scripted")
+def test_an_evaluation_from_a_callback_leaves_the_log_of_its_step(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=3, per_device_eval_batch_size=2)
+    evaluating = Evaluating()
+    evaluating.trainer = trainer
+    trainer.add_callback(evaluating)
+    trainer.train()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "reward" in record] == [1, 2, 3]
+    assert [record["step"] for record in records if "eval_reward" in record] == [1, 2, 3]
