@@ -1,5 +1,6 @@
 """The completions of a logging window as a table: printed, and kept as parquet."""
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -106,6 +107,15 @@ class CompletionLog:
 def _plain_text(value: Any) -> str:
     """As text that every encoding can hold: a string of Python's may have halves of characters."""
     return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def sendable(values: list[Any]) -> list[Any]:
+    """An extra column as it goes to the rank that writes the table: as text, where a value cannot go there."""
+    try:
+        pickle.dumps(values)
+    except Exception:  # whatever a class of the user's raises: a log must not end a run
+        return [_plain_text(value) for value in values]
+    return values
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from colocate_rl.balance import imbalance
 from colocate_rl.collectives import Collectives
-from colocate_rl.completions import CompletionLog
+from colocate_rl.completions import CompletionLog, sendable
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
 from colocate_rl.rewardtrace import RewardTrace
@@ -106,7 +106,7 @@ class RunLog:
             [codec.text(completion.token_ids) for completion in scored.completions],
             scored.rewards.tolist(),
             scored.advantages.tolist(),
-            scored.extras,
+            {name: sendable(values) for name, values in scored.extras.items()},
         )
         for prompts, completions, rewards, advantages, extras in self._collectives.gather_objects(mine):
             self.completions.add(prompts, completions, rewards, advantages, extras)

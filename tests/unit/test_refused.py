@@ -1,6 +1,7 @@
 """What would train wrongly without a word is refused or warned of."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from colocate_rl import GRPOConfig
 from colocate_rl.collectives import Collectives
-from colocate_rl.completions import CompletionLog
+from colocate_rl.completions import CompletionLog, sendable
 from colocate_rl.errors import ConfigError, DataError
 from colocate_rl.metrics import MetricBuffer
 from colocate_rl.preflight import Given, check_run
@@ -120,6 +121,12 @@ def test_extras_that_no_parquet_column_holds_are_written_as_text(
     kept = datasets.Dataset.from_parquet(str(tmp_path / "completions_00001.parquet"), cache_dir=str(tmp_path / "cache"))
     assert kept["x"][:] == written
     assert kept["r"][:] == [1.0, 2.0]
+
+
+def test_extras_that_cannot_be_sent_to_another_rank_are_sent_as_text() -> None:
+    fine = [{"a": 1}, torch.ones(1)]
+    assert sendable(fine) is fine
+    assert [text[:7] for text in sendable([lambda: 0, threading.Lock(), "\ud800"])] == ["<functi", "<unlock", "\\ud800"]
 
 
 def test_extras_of_mixed_types_do_not_end_a_run(tmp_path: Path) -> None:
