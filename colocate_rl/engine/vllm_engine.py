@@ -12,7 +12,7 @@ import random
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,14 @@ class VllmEngine:
             logger.info("Generating without output objects, but each step as vLLM takes it: %s.", lean.obstacle)
         return lean
 
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The engine's view of the process; only of an engine that has not been closed."""
+        if self._llm is None:
+            raise EngineError("the engine is closed.")
+        with self._process.entered():
+            yield
+
     def generate(self, requests: Sequence[Request], sampling: SamplingSpec) -> list[list[Completion]]:
         """See :meth:`colocate_rl.engine.protocol.Engine.generate`."""
         answers: dict[int, list[Completion]] = {}
@@ -119,7 +127,7 @@ class VllmEngine:
 
     def work_off(self, work: Work, sampling: SamplingSpec, deliver: Deliver) -> None:
         """See :meth:`colocate_rl.engine.protocol.Incremental.work_off`; ``deliver`` is called in the engine's view."""
-        with self._process.entered():
+        with self._entered():
             prompts = [_as_prompt(request, sampling) for request in work.requests]
             try:
                 if self._lean is not None:
@@ -177,7 +185,7 @@ class VllmEngine:
         """
         named = dict(weights)
         check_names(named, self._spec.checkpoint)
-        with self._process.entered():
+        with self._entered():
             if self._device is None:
                 self._loaded = named
                 self._reload(named)
@@ -198,7 +206,7 @@ class VllmEngine:
             WeightSyncError: when a name or shape differs from the policy's architecture; the engine must not be used
                 afterwards.
         """
-        with self._process.entered():
+        with self._entered():
             if self._device is None:
                 changed = dict(weights)
                 check_names(self._loaded | changed, self._spec.checkpoint)
@@ -223,7 +231,7 @@ class VllmEngine:
         """
         if self._spec.lora is None:
             raise WeightSyncError("An adapter was sent to an engine that was built without room for one.")
-        with self._process.entered():
+        with self._entered():
             if self._slot is None:
                 self._slot = AdapterSlot(self._model, layers, self._spec.tensor_parallel_size)
                 self._adapter = adapter_request()
@@ -251,7 +259,7 @@ class VllmEngine:
 
     def reseed(self, seed: int) -> None:
         """See :meth:`colocate_rl.engine.protocol.Engine.reseed`."""
-        with self._process.entered():  # vLLM draws from all three, whichever its sampler is
+        with self._entered():  # vLLM draws from all three, whichever its sampler is
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from colocate_rl.errors import ConfigError
+from colocate_rl.errors import ConfigError, RewardError
 from colocate_rl.scoring.contract import (
     PendingScores,
     RewardFunction,
@@ -64,6 +64,7 @@ class Rewards:
         self._options = options if options is not None else RewardOptions()
         self._loop: EventLoop | None = None
         self._pool: WorkerPool | None = None
+        self._closed = False
         self._sources = self._make_sources(processing_classes, model_options or ModelOptions({}))
 
     def _make_sources(
@@ -141,6 +142,11 @@ class Rewards:
         table = torch.full((len(prompts), len(self.functions)), torch.nan)
         if not prompts:
             return table
+        if self._closed and (self._pool is not None or self._loop is not None):
+            raise RewardError(
+                "The reward workers, or what coroutine functions run in, are closed: trainer.close() ended them. Call "
+                "it after the last run and evaluation, or make a new trainer."
+            )
         numbers = list(groups) if groups is not None else list(range(len(prompts)))
         request = RewardRequest(list(prompts), completions, completion_ids, columns, numbers, helpers)
         pending: dict[int, PendingScores] = {}
@@ -177,6 +183,7 @@ class Rewards:
 
     def close(self) -> None:
         """Ends workers and the event loop; may be called twice."""
+        self._closed = True
         if self._pool is not None:
             self._pool.close()
         if self._loop is not None:

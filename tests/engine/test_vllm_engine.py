@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from colocate_rl.engine.protocol import Request, SamplingSpec
 from colocate_rl.engine.vllm_engine import VllmEngine
-from colocate_rl.errors import WeightSyncError
+from colocate_rl.errors import EngineError, WeightSyncError
 from tests.engine.conftest import greedy_by_engine, greedy_by_policy, policy_logprobs, prompts, weights
 from tests.tiny import tiny_model
 
@@ -181,6 +181,21 @@ def test_weights_that_do_not_fit_are_refused_by_name(build: Build) -> None:
         with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
             engine.load_weights(wrong.items())
     engine.load_weights(good.items())
+
+
+def test_a_closed_engine_says_so_whatever_it_is_asked(build: Build) -> None:
+    model = tiny_model()
+    engine = build(model)
+    engine.close()
+    engine.close()
+    for ask in (
+        lambda: engine.generate([Request(prompts(1)[0], 2)], SamplingSpec(max_tokens=4)),
+        lambda: engine.load_weights(weights(model)),
+        lambda: engine.update_weights(weights(model)),
+        lambda: engine.reseed(1),
+    ):
+        with pytest.raises(EngineError, match="the engine is closed"):
+            ask()
 
 
 def process_state() -> dict[str, object]:

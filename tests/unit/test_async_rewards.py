@@ -145,3 +145,15 @@ def test_a_coroutine_that_takes_too_long_may_cost_its_rewards_only(caplog: pytes
     assert all(value != value for row in table for value in row[1:])
     assert "'sleepy' gave no reward for 3 of 3 completions" in caplog.text
     assert "TimeoutError: the judge's own limit" in caplog.text
+
+
+def test_closed_rewards_say_so() -> None:
+    async def counted(answer: list[int], **_: Any) -> list[float]:
+        return [float(value) for value in answer]
+
+    rewards = Rewards([counted])
+    assert ask(rewards) == [[10.0], [20.0], [30.0]]
+    with pytest.raises(RewardError, match=r"are closed: trainer\.close\(\) ended them"):
+        ask(rewards)
+    plain = Rewards([lambda answer, **_: answer])
+    assert ask(plain) == ask(plain), "a function in the rank itself needs nothing that could be closed"

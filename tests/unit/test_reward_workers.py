@@ -243,3 +243,10 @@ def test_workers_die_with_their_rank_and_never_run_its_script(tmp_path: Path, en
             rank.kill()
         rank.wait(20)
         assert gone(workers)
+
+
+def test_closed_workers_say_so(ask: Ask) -> None:
+    rewards = ask.make([by_row])
+    rewards.close()
+    with pytest.raises(RewardError, match=r"are closed: trainer\.close\(\) ended them"):
+        ask.score(rewards)
