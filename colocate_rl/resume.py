@@ -37,10 +37,10 @@ _DECISIVE = (
     "num_iterations",
     "gradient_accumulation_steps",
     "num_generations",
-    "old_logprobs",
     "overlap",
 )
-"""Settings without which the slices would be others; also whether there is a reference."""
+"""Settings without which the slices would be others; also whether there is a reference, and whose the old
+log-probabilities are, as "auto" has decided it."""
 
 RowsOf = Callable[[int], Sequence[Row] | None]
 """This rank's rows of any generation batch, or None past the last one that the run trains."""
@@ -147,6 +147,7 @@ def _identity(args: GRPOConfig, world_size: int, micro_step: int) -> dict[str, A
         "generation_batch": number,
         "position": position,
         **{name: getattr(args, name) for name in _DECISIVE},
+        "old_logprobs": args.old_logprobs_source,
         "with_reference": args.beta != 0.0,
     }
 

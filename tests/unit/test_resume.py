@@ -116,6 +116,16 @@ def test_answers_ahead_go_to_no_other_prompts(
 
 
 @pytest.mark.usefixtures("in_background")
+def test_what_auto_decides_otherwise_is_another_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A filter makes "auto" take the policy's log-probabilities: those of the engine in the slices are no such."""
+    chosen = {"overlap": "one_step", "max_staleness": 4, "max_steps": 4, "eval_strategy": "no"}
+    run(tmp_path, None, **chosen)
+    with caplog.at_level(logging.WARNING, "colocate_rl.resume"):
+        run(tmp_path, 1, **chosen, top_p=0.9)
+    assert "saved with old_logprobs='sampling', and this run has 'policy'" in caplog.text
+
+
+@pytest.mark.usefixtures("in_background")
 def test_a_streamed_batch_that_is_used_twice(tmp_path: Path) -> None:
     chosen = {"overlap": "stream", "steps_per_generation": 2, "max_steps": 6}
     whole = run(tmp_path, None, **chosen)
@@ -173,7 +183,7 @@ def test_an_interrupted_run_leaves_nothing_for_the_next(
     ("changes", "words"),
     [
         (None, r"it has no rollout_state_0\.safetensors"),
-        ({"old_logprobs": "sampling"}, r"saved with old_logprobs='auto', and this run has 'sampling'"),
+        ({"old_logprobs": "sampling"}, r"saved with old_logprobs='policy', and this run has 'sampling'"),
         ({"beta": 0.0}, r"saved with with_reference=True, and this run has False"),
     ],
 )
