@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from colocate_rl import peft_flags
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
+from colocate_rl.lifeline import follow_launcher
 from colocate_rl.options import SECTIONS, dictionary, option_fields
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def parse_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; exits with status 1 and one message when something cannot work."""
+    follow_launcher()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         script, rest = parse_script(given)

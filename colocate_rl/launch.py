@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from colocate_rl.lifeline import die_with_parent
+
 
 def ensure_ranks(module: str, arguments: Sequence[str]) -> None:
     """Replaces this process by the N ranks that its launch line asked for, where the launcher started only one.
@@ -29,6 +31,7 @@ def ensure_ranks(module: str, arguments: Sequence[str]) -> None:
         os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
+    die_with_parent(os.getppid())  # outlasts execv
     os.execv(sys.executable, [*command, "--module", module, *arguments])
 
 

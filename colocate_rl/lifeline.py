@@ -1,4 +1,4 @@
-"""A child process that must not outlive its rank."""
+"""Processes that must not outlive what started them: a child its rank, a rank its launcher."""
 
 import ctypes
 import os
@@ -18,3 +18,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def follow_launcher() -> None:
+    """Ends this rank when the launcher that watches over it is killed: nobody else would, and its GPU would stay taken.
+
+    Does nothing in a process that no launcher of torch has started.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())

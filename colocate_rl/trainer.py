@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import loaders, preflight, progress, resume, settings, speedups, startup, trackers
+from colocate_rl import lifeline, loaders, preflight, progress, resume, settings, speedups, startup, trackers
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.evaluation import Evaluator
@@ -99,6 +99,7 @@ class GRPOTrainer(Trainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        lifeline.follow_launcher()
         with self.collectives.failing_together("checking the run"):
             checked = preflight.check_run(args, self.collectives, given)
         loaded = startup.load(args, self.collectives, given, checked)
@@ -327,6 +328,7 @@ class GRPOTrainer(Trainer):
         """
         micro_step = self._rows.micro_steps_at(global_step)
         self._slices.resume_at(micro_step)
+        self._moving.forget()
         self._log.forget()
         self.weight_sync.invalidate()
         folder, self._resumed_from = self._resumed_from, None

@@ -116,6 +116,10 @@ class EntropyBonus:
         low, high = self._bounds
         self.coefficient = min(max(self.coefficient + change, low), high)
 
+    def forget(self) -> None:
+        """Drops what was observed in a step that did not end."""
+        self._seen.clear()
+
     def save(self, folder: Path) -> None:
         """Writes the state into a checkpoint."""
         state = {"entropy_coef": self.coefficient, "last_world_entropy": self._last_entropy}
@@ -164,6 +168,11 @@ class MovingParts:
         if self.bonus is not None:
             self.bonus.end_step(self._collectives)
             metrics.mean("entropy_coef", self.bonus.coefficient)
+
+    def forget(self) -> None:
+        """Drops what a step that did not end has left."""
+        if self.bonus is not None:
+            self.bonus.forget()
 
     def save(self, folder: Path) -> None:
         """Writes what moves into a checkpoint; on the rank that saves only."""

@@ -91,6 +91,22 @@ class Launcher:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
         return self.run([*launch, "-m", "colocate_rl.grpo", *self.flags(**changes)], env)
 
+    def start(self, num_processes: int, log: Path, **changes: object) -> "subprocess.Popen[bytes]":
+        """The same launch, not waited for; it returns once steps are logged, or the launch has failed."""
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+        with log.open("w") as out:
+            run = subprocess.Popen(
+                [*launch, "-m", "colocate_rl.grpo", *self.flags(**changes)],
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + 150
+        while not (self.folder / "out/metrics.jsonl").exists() and time.monotonic() < deadline and run.poll() is None:
+            time.sleep(0.5)
+        return run
+
     def run(self, command: list[str], env: dict[str, str] | None = None, timeout: float = 240) -> Outcome:
         start = time.monotonic()
         done = subprocess.run(

@@ -1,5 +1,6 @@
 """What one rank raises ends all of them soon, with the original traceback shown once."""
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import Launcher
@@ -27,3 +28,15 @@ def test_a_reward_of_the_wrong_length_is_named_on_one_rank(launcher: Launcher) -
     done = launcher(2, **{"reward-funcs": "rewards:too_few"})
     assert done.status != 0
     assert done.text.count("Reward function 'too_few' returned 1 value(s) for 4 completions") == 1
+
+
+def test_ranks_and_engines_go_with_a_killed_launcher(launcher: Launcher) -> None:
+    log = launcher.folder / "log"
+    run = launcher.start(2, log, overlap="one_step", max_steps=100000)
+    family = psutil.Process(run.pid).children(recursive=True)
+    kinds = [" ".join(process.cmdline()) for process in family]
+    assert sum("colocate_rl.engine.child" in kind for kind in kinds) == 2, log.read_text()[-3000:]
+    run.kill()  # it can end nothing itself any more
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    run.wait()

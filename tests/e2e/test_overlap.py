@@ -2,16 +2,13 @@
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from tests.e2e.conftest import REPOSITORY, Launcher
+from tests.e2e.conftest import Launcher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -95,26 +92,14 @@ def test_two_steps_per_generation_batch_are_refused_by_the_bound(launcher: Launc
 
 @pytest.mark.parametrize("overlap", ["stream", "one_step"])
 def test_a_killed_engine_ends_the_run_within_a_minute(launcher: Launcher, overlap: str) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "-m", "colocate_rl.grpo"]
     log = launcher.folder / "log"
-    with log.open("w") as out:
-        run = subprocess.Popen(
-            [*command, *launcher.flags(overlap=overlap, max_steps=100000)],
-            cwd=launcher.folder,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-        metrics = launcher.folder / "out/metrics.jsonl"
-        deadline = time.monotonic() + 150
-        while not metrics.exists() and time.monotonic() < deadline and run.poll() is None:
-            time.sleep(0.5)
-        family = psutil.Process(run.pid).children(recursive=True)
-        children = [p for p in family if "colocate_rl.engine.child" in " ".join(p.cmdline())]
-        assert len(children) == 2, log.read_text()[-3000:]
-        children[1].send_signal(signal.SIGKILL)
-        start = time.monotonic()
-        status = run.wait(60)
+    run = launcher.start(2, log, overlap=overlap, max_steps=100000)
+    family = psutil.Process(run.pid).children(recursive=True)
+    children = [p for p in family if "colocate_rl.engine.child" in " ".join(p.cmdline())]
+    assert len(children) == 2, log.read_text()[-3000:]
+    children[1].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    status = run.wait(60)
     assert status != 0
     assert time.monotonic() - start < 60
     assert log.read_text().count("the engine's process ended unasked (signal 9)") == 1

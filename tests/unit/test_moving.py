@@ -87,6 +87,13 @@ def test_adaptive_weight_by_hand() -> None:
     ]
 
 
+def test_a_step_that_did_not_end_counts_for_nothing() -> None:
+    bonus = EntropyBonus(0.1, target=1.0, delta=0.05)
+    bonus.observe(torch.full((1, 2), 5.0), torch.ones(1, 2, dtype=torch.bool))  # interrupted: far above the target
+    MovingParts(ALONE, bonus=bonus).forget()
+    assert trajectory(bonus, [0.5, 0.5]) == [(0.0, 0.15), (0.15, 0.2)]
+
+
 def test_a_step_s_entropy_is_that_of_all_its_chosen_tokens() -> None:
     """Three tokens of 1 nat and one of 5: 2 nats, though the micro-batches' means are 1 and 5."""
     bonus = EntropyBonus(0.1, target=2.0, delta=0.05)
