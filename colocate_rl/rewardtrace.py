@@ -52,3 +52,7 @@ class RewardTrace:
 
     def _write(self, line: str) -> None:
         self._file.emit(logging.LogRecord("", logging.INFO, "", 0, line, None, None))
+
+    def close(self) -> None:
+        """Closes the file; what was written stays."""
+        self._file.close()

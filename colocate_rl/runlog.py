@@ -1,6 +1,8 @@
 """What a run writes down: figures of rollouts and steps (``metrics.jsonl``), who did what when, completions."""
 
+import itertools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog, sendable
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
-from colocate_rl.rewardtrace import RewardTrace
+from colocate_rl.rewardtrace import TRACE_FILE, RewardTrace
 from colocate_rl.rollout.figures import gather_rewards
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.stages import Answered, Row, Scored
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
@@ -56,8 +60,18 @@ class RunLog:
         self._reward_names = list(reward_names)
         self._trace: RewardTrace | None = None
 
-    def forget(self) -> None:
-        """Drops what has not been logged: a run begins, and what an interrupted one left is no part of it."""
+    def begin(self, step: int) -> None:
+        """A run begins after optimizer step ``step``: what another one left is no part of it; every rank must call it.
+
+        What an interrupted run has not logged yet is dropped. The files of a run that is not resumed are set aside.
+        """
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+        if step == 0:
+            with self._collectives.failing_together("setting the files of an earlier run aside"):
+                if self._collectives.rank == 0:
+                    set_aside(Path(self._args.output_dir or "."))
         self.metrics.clear()
         self.completions.clear()
         self._engine_seconds = [0.0] * len(self._engine_seconds)
@@ -182,6 +196,26 @@ class RunLog:
             unique_prompts=self._args.log_unique_prompts,
             console=Console(),
         )
+
+
+def set_aside(folder: Path) -> None:
+    """Renames what an earlier run appended to, so that no report takes two runs for one; an evaluation stays."""
+    path = folder / METRICS_FILE
+    if not path.is_file() or not any(_step_of(line) for line in path.read_text("utf-8").splitlines()):
+        return
+    number = next(n for n in itertools.count(1) if not (folder / f"metrics.{n}.jsonl").exists())
+    for name in (METRICS_FILE, TIMELINE_FILE, TRACE_FILE):
+        if (folder / name).exists():
+            (folder / name).rename((folder / name).with_suffix(f".{number}.jsonl"))
+    logger.info("%s has the figures of an earlier run: they are in metrics.%d.jsonl now.", folder, number)
+
+
+def _step_of(line: str) -> int:
+    """Of a line of ``metrics.jsonl``; 0 for one that a kill cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return 0
 
 
 def with_training(lap: Lap) -> list[PhaseSpan]:

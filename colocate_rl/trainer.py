@@ -329,7 +329,7 @@ class GRPOTrainer(Trainer):
         micro_step = self._rows.micro_steps_at(global_step)
         self._slices.resume_at(micro_step)
         self._moving.forget()
-        self._log.forget()
+        self._log.begin(global_step)
         self.weight_sync.invalidate()
         folder, self._resumed_from = self._resumed_from, None
         if folder is None:

@@ -137,7 +137,7 @@ def test_a_correction_that_would_undo_the_expression_is_warned_of(
         GRPOConfig(str(tmp_path), vllm_structured_outputs_regex="a", vllm_importance_sampling_correction=False)
         assert not caplog.records
         GRPOConfig(str(tmp_path), vllm_structured_outputs_regex="a")
-    assert "structured_outputs: the engine's log-probabilities include this filter" in caplog.text
+    assert "vllm_structured_outputs_regex: the engine's log-probabilities include this filter" in caplog.text
 
 
 def test_transformers_code_in_vllm_lives_in_a_child(tmp_path: Path) -> None:

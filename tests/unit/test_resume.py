@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from colocate_rl import engines
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion
+from colocate_rl.report import load_metrics
 from colocate_rl.resume import HEADER, file_name
 from colocate_rl.rollout.packed import pack_answers, unpack_answers
 from colocate_rl.rollout.sampler import PROMPT_INDEX
@@ -176,6 +177,22 @@ def test_an_interrupted_run_leaves_nothing_for_the_next(
     weights = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     assert_same_run((trainer.state.log_history, weights), whole)
     assert trainer.state.log_history[0]["engine/0/prompts"] == whole[0][0]["engine/0/prompts"]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_the_files_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
+    """A report must not take two runs for one; a resumed run goes on in its own files."""
+    chosen = {"log_reward_trace": True, "eval_strategy": "no", "steps_per_generation": 2, "num_iterations": 1}
+    steps = {}
+    for name, step, length in (("first", None, 4), ("second", None, 2), ("resumed", 1, 3)):
+        run(tmp_path, step, **chosen, max_steps=length)
+        steps[name] = [record["step"] for record in load_metrics(tmp_path) if "reward" in record]
+    assert steps == {"first": [1, 2, 3, 4], "second": [1, 2], "resumed": [1, 2, 3]}
+    aside = [json.loads(line)["step"] for line in (tmp_path / "metrics.1.jsonl").read_text().splitlines()]
+    assert max(aside) == 4
+    assert not (tmp_path / "metrics.2.jsonl").exists()
+    for name, last in (("rewards.1.jsonl", 3), ("rewards.jsonl", 2)):
+        assert max(json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()) == last
 
 
 @pytest.mark.usefixtures("scripted")
