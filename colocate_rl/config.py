@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_liger_kernel_available
 
-from colocate_rl import backend, objective_checks, options
+from colocate_rl import backend, objective_checks, options, trl_only
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions
 
@@ -31,6 +31,11 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *options.JSON_OPTIONS]  # noqa: RUF012  # as there
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "GRPOConfig":
+        """Names what TRL's settings are here, where Python would only say that they are unexpected."""
+        trl_only.check_names(kwargs)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_sharding()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
-from colocate_rl import peft_flags
+from colocate_rl import peft_flags, trl_only
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
 from colocate_rl.lifeline import follow_launcher
 from colocate_rl.options import SECTIONS, dictionary, option_fields
@@ -274,8 +274,9 @@ def _check_names(
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     unknown = [flag for flag in [*flags, *(f"--{name}" for name in script.unset)] if flag not in names]
     if unknown:
+        trl_only.check_names(flag.lstrip("-").replace("-", "_") for flag in unknown)
         own = {option for action in build_parser()._actions for option in action.option_strings}
-        close = difflib.get_close_matches(unknown[0], names | own, n=1)
+        close = difflib.get_close_matches(unknown[0], names | own, n=1, cutoff=0.75)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ConfigError(f"There is no setting {unknown[0]}.{hint} See --help.")
     for name in script.unset:

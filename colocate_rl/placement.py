@@ -246,7 +246,8 @@ def _check_named_devices(devices: Sequence[int], num_shards: int, num_devices: i
         )
     outside = [device for device in devices if not 0 <= device < num_devices]
     if outside:
+        counted = " (numbers after CUDA_VISIBLE_DEVICES, not physical ones)" if kind == "GPU" else ""
         raise PlacementError(
             f"vllm_devices={named} names {kind} {outside[0]}, but the runtime counts {num_devices}: 0 to "
-            f"{num_devices - 1} (numbers after CUDA_VISIBLE_DEVICES, not physical ones)."
+            f"{num_devices - 1}{counted}."
         )

@@ -1,6 +1,7 @@
 """Everything that can be wrong, checked before a model is loaded and on every rank alike."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,14 @@ from colocate_rl import engines, multiturn
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.spec import vllm_version
-from colocate_rl.errors import ConfigError, DataError
+from colocate_rl.errors import ConfigError, DataError, PlacementError
 from colocate_rl.options import dictionary
 from colocate_rl.placement import Placement
 from colocate_rl.rollout.custom import RolloutFunction
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.rewards import Reward, Rewards
 from colocate_rl.rollout.tools import Tool
-from colocate_rl.scoring.contract import RewardOptions
+from colocate_rl.scoring.contract import HELPERS, RewardOptions
 from colocate_rl.scoring.models import ModelOptions
 from colocate_rl.training import adapters
 from colocate_rl.training import policy as policies
@@ -80,6 +81,7 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     if train_dataset is None:
         raise DataError("train_dataset is required.")
     _check_train_dataset(args, train_dataset)
+    _check_reward_arguments(args, rewards, given)
     _check_output_dir(args)
     for name, rows in eval_sets(given.eval_dataset).items():
         check_dataset(name, rows)
@@ -137,7 +139,16 @@ def _check_output_dir(args: GRPOConfig) -> None:
 def _placement(args: GRPOConfig, num_ranks: int) -> Placement:
     if args.use_vllm:
         vllm_version()
-    return engines.plan_placement(args, num_ranks, engines.num_nodes())
+    try:
+        return engines.plan_placement(args, num_ranks, engines.num_nodes())
+    except PlacementError as error:
+        # What accelerate's launcher leaves behind where it was asked for several processes and started one.
+        if num_ranks > 1 or "MASTER_PORT" not in os.environ or "RANK" in os.environ:
+            raise
+        raise PlacementError(
+            f"{error} Without a GPU accelerate launch starts one process, whatever its --num_processes: start a "
+            "script with torchrun --nproc_per_node N there."
+        ) from None
 
 
 def make_rewards(
@@ -161,6 +172,14 @@ def make_rewards(
             dictionary(args.model_init_kwargs), args.trust_remote_code, dictionary(args.chat_template_kwargs)
         ),
     )
+
+
+def _check_reward_arguments(args: GRPOConfig, rewards: Rewards, given: Given) -> None:
+    if given.rollout_func is not None:
+        return  # it may add columns
+    assert given.train_dataset is not None
+    columns = [] if args.remove_unused_columns else column_names(given.train_dataset)
+    rewards.check_arguments([name for name in columns if name != "prompt"])
 
 
 def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:
@@ -230,8 +249,7 @@ def _check_stream(args: GRPOConfig) -> None:
 
 def _check_columns(rows: Rows) -> None:
     names = column_names(rows)
-    taken = [name for name in names if name in ("prompts", "completions", "trainer_state")]
-    taken += [name for name in names if name in ("log_extra", "log_metric")]
+    taken = [name for name in names if name in ("prompts", "completions", *HELPERS)]
     if taken:
         raise DataError(
             f"train_dataset has column(s) {', '.join(taken)}, which are names of arguments that reward functions get "

@@ -1,5 +1,6 @@
 """Several reward sources as one table: who is asked what, in which order, and how much each counts."""
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from colocate_rl.errors import ConfigError, RewardError
 from colocate_rl.scoring.contract import (
+    HELPERS,
     PendingScores,
     RewardFunction,
     RewardOptions,
@@ -66,6 +68,32 @@ class Rewards:
         self._pool: WorkerPool | None = None
         self._closed = False
         self._sources = self._make_sources(processing_classes, model_options or ModelOptions({}))
+
+    def check_arguments(self, columns: Sequence[str]) -> None:
+        """Looks, before anything is sampled, whether every function can be called with what it will be given.
+
+        Args:
+            columns: of the data set, as far as reward functions get them.
+
+        Raises:
+            ConfigError: for the first one that cannot.
+        """
+        for name, function in zip(self.names, self.functions, strict=True):
+            if isinstance(function, str | nn.Module):
+                continue
+            given = ["prompts", "completions", "completion_ids", *columns]
+            given += () if self._pool is not None and _is_plain(function) else HELPERS  # a worker gets none
+            try:
+                signature = inspect.signature(function)
+            except (ValueError, TypeError):  # some builtins have none
+                continue
+            try:
+                signature.bind(**dict.fromkeys(given))
+            except TypeError as error:
+                raise ConfigError(
+                    f"Reward function {name!r} cannot be called: {error}. It is given {', '.join(given)}. Name its "
+                    "parameters like the data set's columns, and let **kwargs take the rest."
+                ) from None
 
     def _make_sources(
         self, processing_classes: Sequence[PreTrainedTokenizerBase | None] | None, model_options: ModelOptions

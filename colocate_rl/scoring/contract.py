@@ -26,6 +26,10 @@ class RewardOptions:
     """"none": completions whose call failed get no reward from that function."""
 
 
+HELPERS = ("trainer_state", "log_extra", "log_metric")
+"""What a reward function is given beside lists with one entry per completion."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
     """This rank's completions of a rollout; every list has one entry per completion."""

@@ -16,7 +16,18 @@ from transformers import TrainingArguments
 from benchmarks import compare_splits
 from benchmarks.planning import Law, Plan
 from benchmarks.work import work_from
-from colocate_rl import GRPOConfig, GRPOTrainer, backend, engines, errors, grpo, multiturn, peft_flags, settings
+from colocate_rl import (
+    GRPOConfig,
+    GRPOTrainer,
+    backend,
+    engines,
+    errors,
+    grpo,
+    multiturn,
+    peft_flags,
+    settings,
+    trl_only,
+)
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import option_fields
 from colocate_rl.placement import Placement
@@ -78,8 +89,10 @@ def test_a_field_that_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, (status, _) in FIELDS.items() if status == "refused"])
 def test_a_field_that_is_refused(tmp_path: Path, name: str) -> None:
     if name not in {item.name for item in fields(GRPOConfig)}:
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(ConfigError, match=f"{name} is TRL's, and has no meaning here: .*"):
             GRPOConfig(str(tmp_path), **{name: True})
+        with pytest.raises(ConfigError, match=f"{name} is TRL's"):
+            trl_only.check_names([name])
         return
     if name in ("deepspeed", "fsdp"):
         with pytest.raises(ConfigError, match=f"(?i){name}"):  # before transformers looks for packages

@@ -14,9 +14,9 @@ from torch import nn
 from colocate_rl import GRPOConfig
 from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog, sendable
-from colocate_rl.errors import ConfigError, DataError
+from colocate_rl.errors import ConfigError, DataError, PlacementError
 from colocate_rl.metrics import MetricBuffer
-from colocate_rl.preflight import Given, check_run
+from colocate_rl.preflight import Given, check_run, make_rewards
 from colocate_rl.rollout.rewardlog import metric_logger
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.training.policy import disable_dropout, has_dropout
@@ -186,3 +186,64 @@ def test_ids_the_model_does_not_have(tmp_path: Path) -> None:
     tokenizer.add_special_tokens({"pad_token": "<new pad>"})
     with pytest.raises(ConfigError, match="pad token has id"):
         check(tmp_path, rows, tokenizer)
+
+
+class Judge:
+    def __call__(self, completions: list[str], verdict: list[str], **kwargs: Any) -> list[float]:
+        return [float(text == right) for text, right in zip(completions, verdict, strict=True)]
+
+
+def with_columns(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def with_helper(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def without_rest(completions: list[str], answer: list[str]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "words"),
+    [
+        (with_columns, {}, None),
+        (with_helper, {}, None),
+        (len, {}, None),  # has a signature of its own, which these arguments do not fit
+        (Judge(), {}, "missing a required argument: 'verdict'"),
+        (without_rest, {}, "got an unexpected keyword argument"),
+        (with_columns, {"remove_unused_columns": True}, "missing a required argument: 'answer'"),
+        (with_helper, {"reward_num_workers": 1}, "missing a required argument: 'log_metric'"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_called(
+    tmp_path: Path, function: Any, settings: dict[str, Any], words: str | None
+) -> None:
+    """Found before a model is loaded, with what the function would be given."""
+    rows = datasets.Dataset.from_dict({"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]})
+    args = GRPOConfig(str(tmp_path / "out"), per_device_train_batch_size=2, num_generations=2, **settings)
+    rewards = make_rewards(args, function, None)
+    columns = [] if args.remove_unused_columns else ["answer"]
+    if words is None and function is not len:
+        rewards.check_arguments(columns)
+        return
+    with pytest.raises(ConfigError, match=r"Reward function '.*' cannot be called: .*completions, completion_ids"):
+        rewards.check_arguments(columns)
+    if words is not None:
+        save_tiny(tmp_path / "model")
+        given = Given(model=str(tmp_path / "model"), reward_funcs=function, train_dataset=rows)
+        with pytest.raises(ConfigError, match=words):
+            check_run(args, Collectives(torch.device("cpu")), given)
+
+
+def test_one_process_where_several_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate's launcher leaves behind on a machine without a GPU."""
+    rows = datasets.Dataset.from_dict({"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]})
+    args = GRPOConfig(str(tmp_path / "out"), per_device_train_batch_size=2, num_generations=2, num_vllm_gpus=2)
+    given = Given(model=str(tmp_path / "model"), reward_funcs=with_columns, train_dataset=rows)
+    for port, words in ((None, r"at most 1\."), ("29500", "torchrun --nproc_per_node")):
+        if port is not None:
+            monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(PlacementError, match=words):
+            check_run(args, Collectives(torch.device("cpu")), given)
