@@ -3,9 +3,11 @@
 #   PYTHON   the interpreter that .venv is made from          make env PYTHON=python3.12
 #   LOCK     the list of pinned packages; chosen by itself    make test LOCK=requirements/cpu.txt
 #   SEED     the seed of `make demo`
+#   TORCH_INDEX  where the CPU build of torch is taken from, should pip's own index give one that does not load
 
 PYTHON ?= python3
 SEED ?= 1
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
 
 NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
@@ -48,6 +50,9 @@ $(PACKAGES): $(LOCK)
 	@$(PIP_INSTALL) -r $(LOCK) || { \
 	  echo "pip could not install $(LOCK) (its own message is above). If a wheel was not found, try another Python:" >&2; \
 	  echo "the lock is known to install with 3.11; this one is $$("$(PYTHON)" -V 2>&1)." >&2; exit 1; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || test "$(notdir $(LOCK))" != cpu.txt || { \
+	  echo "The torch that pip found does not load here; taking the CPU build from $(TORCH_INDEX) ..."; \
+	  $(PIP_INSTALL) --force-reinstall --index-url $(TORCH_INDEX) $$(grep '^torch==' $(LOCK)) || true; }
 	@$(BIN)/python -c 'import torch' || { \
 	  echo "torch was installed but does not load. With requirements/cpu.txt pip must find the CPU build of torch" >&2; \
 	  echo "(2.13.0+cpu): see the head of that file." >&2; exit 1; }
