@@ -28,8 +28,10 @@ N GPUs, N-K processes, one launch.
       --model Qwen/Qwen2.5-1.5B-Instruct --dataset problems.jsonl --reward-funcs rewards:correct
 """
 EPILOG = """\
-Every transformers.TrainingArguments setting (--max_steps, --save_steps, --report_to, ...) is accepted too. Flags may be
-written with dashes or underscores. Lists are separated by blanks (device numbers by commas), dictionaries are JSON.
+Every transformers.TrainingArguments setting is accepted too, such as --output_dir (default: MODEL-GRPO),
+--per_device_train_batch_size (8 completions per rank and micro-batch), --gradient_accumulation_steps, --max_steps,
+--save_steps, --resume_from_checkpoint (true, or a checkpoint's folder), --report_to. Flags may be written with dashes
+or underscores. Lists are separated by blanks (device numbers by commas), dictionaries are JSON.
 """
 
 

@@ -38,8 +38,9 @@ class PhaseBar(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Shows reward and speed; a step's log above the bar is cut down to the figures that say most."""
         figures = logs or {}
-        if state.is_world_process_zero and self.training_bar is not None and "reward" in figures:
-            self.training_bar.set_postfix_str(", ".join(self._speed.words(figures, state.global_step)))
+        if state.is_world_process_zero and self.training_bar is not None and "loss" in figures:
+            if "reward" in figures:  # steps without a new generation batch have none
+                self.training_bar.set_postfix_str(", ".join(self._speed.words(figures, state.global_step)))
             figures = {name: figures[name] for name in SHOWN if figures.get(name) is not None}
             figures["epoch"] = state.epoch
         super().on_log(args, state, control, logs=figures, **kwargs)

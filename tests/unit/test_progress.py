@@ -153,3 +153,15 @@ def test_drawing_needs_no_terminal() -> None:
     bar._building.fp = io.StringIO()
     bar.show_phase("train")
     assert bar._building is None
+
+
+def test_a_step_without_a_new_batch_is_cut_down_too(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = PhaseBar()
+    args: Any = SimpleNamespace()
+    state: Any = SimpleNamespace(max_steps=4, global_step=1, epoch=0.5, is_world_process_zero=True)
+    bar.on_train_begin(args, state, None)
+    bar.on_log(args, state, None, logs={"loss": 0.5, "entropy": 0.1, "clip_ratio/low_mean": 0.0, "time/train_s": 1.0})
+    bar.on_train_end(args, state, None)
+    printed = capsys.readouterr()
+    assert "entropy" in printed.out + printed.err
+    assert "clip_ratio" not in printed.out + printed.err
