@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -56,6 +56,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
         self._normalise()
+        self._check_texts()
         backend.resolve(self)
         self._check_choices()
         self._check_ranges()
@@ -105,6 +106,13 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
             value = getattr(self, name)
             if value not in options.choices(literal):
                 raise ConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(options.choices(literal))}.")
+
+    def _check_texts(self) -> None:
+        """Refuses a text where a number is meant: what compares or computes with it would only say that it cannot."""
+        for name, kind in get_type_hints(options.GRPOOptions).items():
+            value = getattr(self, name)
+            if isinstance(value, str) and str not in (kind, *get_args(kind)) and name not in options.JSON_OPTIONS:
+                raise ConfigError(f"{name}={value!r} is a text. Give it without quotes.")
 
     def _check_ranges(self) -> None:
         if self.num_generations < 2:

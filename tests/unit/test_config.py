@@ -242,6 +242,9 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({"vllm_importance_sampling_clip_max": -1.0}, ["vllm_importance_sampling_clip_max is -1.0", "above 0"]),
     ({"vllm_importance_sampling_clip_max": math.nan}, ["vllm_importance_sampling_clip_max is nan"]),
     ({"vllm_importance_sampling_clip_min": -1.0}, ["vllm_importance_sampling_clip_min is -1.0", "at least 0"]),
+    ({"epsilon": "0.2"}, ["epsilon='0.2' is a text", "without quotes"]),
+    ({"num_vllm_gpus": "2"}, ["num_vllm_gpus='2' is a text"]),
+    ({"log_completions": "true"}, ["log_completions='true' is a text"]),
     ({"generation_kwargs": [1]}, ["generation_kwargs=[1] is no JSON object"]),
 ]
 
