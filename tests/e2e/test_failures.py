@@ -24,6 +24,7 @@ def test_an_engine_that_raises_on_one_rank_ends_both(launcher: Launcher) -> None
     assert "rank 0 stops because rank 1 failed while generating completions (OSError)" in done.text
 
 
+@pytest.mark.slow
 def test_a_reward_of_the_wrong_length_is_named_on_one_rank(launcher: Launcher) -> None:
     done = launcher(2, **{"reward-funcs": "rewards:too_few"})
     assert done.status != 0

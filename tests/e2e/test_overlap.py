@@ -75,6 +75,7 @@ def test_stream_trains_evaluates_resumes_and_stays_on_policy(launcher: Launcher,
     assert not engines_of(launcher)
 
 
+@pytest.mark.slow
 def test_an_error_in_an_engine_that_streams_ends_the_run_with_its_traceback(launcher: Launcher) -> None:
     done = launcher(2, overlap="stream", generation_kwargs='{"logit_bias": {"99999": 1.0}}')
     assert done.status != 0
@@ -90,7 +91,7 @@ def test_two_steps_per_generation_batch_are_refused_by_the_bound(launcher: Launc
     assert "max_staleness=1 refuses that" in done.text
 
 
-@pytest.mark.parametrize("overlap", ["stream", "one_step"])
+@pytest.mark.parametrize("overlap", [pytest.param("stream", marks=pytest.mark.slow), "one_step"])
 def test_a_killed_engine_ends_the_run_within_a_minute(launcher: Launcher, overlap: str) -> None:
     log = launcher.folder / "log"
     run = launcher.start(2, log, overlap=overlap, max_steps=100000)
