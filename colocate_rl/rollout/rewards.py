@@ -78,11 +78,10 @@ class Rewards:
         Raises:
             ConfigError: for the first one that cannot.
         """
+        given = ["prompts", "completions", "completion_ids", *columns, *HELPERS]
         for name, function in zip(self.names, self.functions, strict=True):
             if isinstance(function, str | nn.Module):
                 continue
-            given = ["prompts", "completions", "completion_ids", *columns]
-            given += () if self._pool is not None and _is_plain(function) else HELPERS  # a worker gets none
             try:
                 signature = inspect.signature(function)
             except (ValueError, TypeError):  # some builtins have none

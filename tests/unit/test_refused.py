@@ -214,7 +214,7 @@ def without_rest(completions: list[str], answer: list[str]) -> list[float]:
         (Judge(), {}, "missing a required argument: 'verdict'"),
         (without_rest, {}, "got an unexpected keyword argument"),
         (with_columns, {"remove_unused_columns": True}, "missing a required argument: 'answer'"),
-        (with_helper, {"reward_num_workers": 1}, "missing a required argument: 'log_metric'"),
+        (with_helper, {"reward_num_workers": 1}, None),
     ],
 )
 def test_a_reward_function_that_cannot_be_called(
