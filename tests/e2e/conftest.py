@@ -31,6 +31,10 @@ def fails_on_rank_1(completions, **kwargs):
     return [0.0] * len(completions)
 
 
+def by_verdict(completions, verdict, **kwargs):
+    return [0.0] * len(completions)
+
+
 def too_few(completions, **kwargs):
     return [0.0]
 

@@ -27,6 +27,10 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
     "unknown reward function": ({"reward-funcs": "rewards:nothing"}, ["nothing", "low_ids"]),
     "reward path form": ({"reward-funcs": "rewards.py"}, ["package.module:function"]),
     "missing column": ({"dataset": "no_prompt.jsonl"}, ["'prompt'", "question", "answer"]),
+    "reward for another column": (
+        {"dataset": "long.jsonl", "reward-funcs": "rewards:by_verdict"},
+        ["'by_verdict'", "'verdict'", "answer"],
+    ),
     "missing data set": ({"dataset": "nothing.jsonl"}, ["nothing.jsonl", "does not exist"]),
     "missing model folder": ({"model": "./nothing"}, ["./nothing", "does not exist"]),
     "folder without model": ({"model": "."}, ["config.json"]),
@@ -46,7 +50,7 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_wrong_launch_says_what_to_change(launcher: Launcher, num_ranks: int) -> None:
-    rows = [{"prompt": "1+1="}, {"prompt": "123456789+1="}] * 8
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "123456789+1=", "answer": "123456790"}] * 8
     (launcher.folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cases = {}
     for name, (changes, _) in CASES.items():
