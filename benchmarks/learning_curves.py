@@ -3,12 +3,12 @@
     python benchmarks/learning_curves.py                        # the schedules; about ten minutes on two idle CPU cores
     python benchmarks/learning_curves.py --seeds 1 2 --steps 30
     python benchmarks/learning_curves.py --modes none transformers trl --trl-python ENVIRONMENT/bin/python
-    python benchmarks/learning_curves.py --modes none trl --seeds 1 2 3 --steps 100 --parallel 6    # on two GPUs
+    python benchmarks/learning_curves.py --modes none trl --seeds 1 2 3 --steps 100 --parallel 3    # on GPUs
 
-One rank. ``none``, ``stream`` and ``one_step`` are the values of ``overlap``, with one vLLM engine (where there are
-GPUs, on one of its own); ``transformers`` is ours with ``use_vllm=False``; ``trl`` is TRL's GRPOTrainer with its own
-generation, in the interpreter ``--trl-python``, with the settings of ``transformers`` down to the defaults
-(learning_trl.py). All modes of a seed get the same model, problems and settings.
+One rank. ``none``, ``stream`` and ``one_step`` are the values of ``overlap``, with one vLLM engine (on a GPU of its own
+where there are two, on the rank's where there is one); ``transformers`` is ours with ``use_vllm=False``; ``trl`` is
+TRL's GRPOTrainer with its own generation, in the interpreter ``--trl-python``, with the settings of ``transformers``
+down to the defaults (learning_trl.py). All modes of a seed get the same model, problems and settings.
 
 Writes results.json and learning_curves.png into --output. Runs that results.json holds already are not repeated. Modes
 are compared by accuracy on held-out problems after training, and by mean reward over the last quarter of the steps and
@@ -56,7 +56,10 @@ COLOURS = {
     "trl": "#AA3377",
 }
 ROWS, ACCUMULATION = 64, 4
-ENGINE_MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 26}
+ENGINE_MEMORY = {
+    "--vllm_gpu_memory_utilization": 0.05,
+    "--vllm_engine_kwargs": json.dumps({"kv_cache_memory_bytes": 1 << 26}),
+}
 """Of an engine on a GPU: several runs share the device, and a batch of this tiny model fills 2 MiB of cache."""
 SMOOTHED_STEPS = 10
 
@@ -112,7 +115,7 @@ def trl_version(python: str) -> str:
     return said[-1]
 
 
-def command(mode: str, seed: int, steps: int, folder: Path, trl_python: str, *, on_gpu: bool) -> list[str]:
+def command(mode: str, seed: int, steps: int, folder: Path, trl_python: str, *, num_gpus: int) -> list[str]:
     """The command of one run; that of ``trl`` differs from that of ``transformers`` in who reads it."""
     flags: dict[str, Any] = {
         "--output_dir": folder / mode,
@@ -127,8 +130,10 @@ def command(mode: str, seed: int, steps: int, folder: Path, trl_python: str, *, 
     else:
         flags["--overlap"] = mode
         flags["--vllm_max_num_seqs"] = ROWS  # a quarter of the batch, so that groups finish one after the other
-        if on_gpu:
-            flags["--vllm_engine_kwargs"] = json.dumps(ENGINE_MEMORY)
+        if num_gpus:
+            flags |= ENGINE_MEMORY
+        if num_gpus == 1:
+            flags["--vllm_devices"] = 0
     words = [str(word) for flag in flags.items() for word in flag]
     layout = Layout(num_ranks=1, num_engines=0 if mode in WITHOUT_ENGINE else 1, flags=tuple(words))
     launched = launch_command(layout, folder, seed)
@@ -140,20 +145,12 @@ def command(mode: str, seed: int, steps: int, folder: Path, trl_python: str, *, 
 def placed(mode: str, place: int, devices: Sequence[str]) -> str:
     """GPUs of a run for CUDA_VISIBLE_DEVICES; each mode goes around them by the ``place`` of its seed among the seeds.
 
-    Raises:
-        RunError: for an engine without a GPU of its own.
+    An engine has a GPU of its own, next to its rank's; where there is one GPU only, both share it.
     """
     if not devices:
         return ""
-    first = place % len(devices)
-    if mode in WITHOUT_ENGINE:
-        return devices[first]
-    if len(devices) < 2:
-        raise RunError(
-            f"The mode {mode} trains on one GPU and generates on another, but 1 is visible. Use a machine with 2 GPUs, "
-            f"or choose --modes {' '.join(WITHOUT_ENGINE)}."
-        )
-    return f"{devices[first]},{devices[(first + 1) % len(devices)]}"
+    ordered = [devices[(place + number) % len(devices)] for number in range(len(devices))]
+    return ",".join(ordered[: 1 if mode in WITHOUT_ENGINE else 2])
 
 
 def run(mode: str, seed: int, folder: Path, words: Sequence[str], environment: dict[str, str]) -> Run:
@@ -311,7 +308,7 @@ def run_missing(options: argparse.Namespace, output: Path, kept: dict[str, Any])
     for (seed, mode), place in zip(missing, places, strict=True):
         folder = output / f"seed-{seed}"
         prepare(folder, seed)
-        words = command(mode, seed, options.steps, folder, options.trl_python, on_gpu=bool(devices))
+        words = command(mode, seed, options.steps, folder, options.trl_python, num_gpus=len(devices))
         environment = QUIET | shared | child_environment(CUDA_VISIBLE_DEVICES=place)
         jobs[f"seed {seed}, {mode}"] = partial(run, mode, seed, folder, words, environment)
     failed = []

@@ -13,27 +13,16 @@ from typing import Any
 import torch
 
 from colocate_rl.engine.protocol import AdapterLayer, factor_views
-from colocate_rl.engine.spec import LORA_RANKS, LoraSpec
 from colocate_rl.engine.vllm_api import ADAPTER_ID, adapter_model
 from colocate_rl.engine.weights import CopyRecorder, check_consumption
 from colocate_rl.errors import WeightSyncError
-
-
-def lora_arguments(spec: LoraSpec) -> dict[str, Any]:
-    """Arguments of ``LLM`` that give it one slot for adapters of these layers."""
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= spec.max_rank),
-        "lora_target_modules": list(spec.target_modules),
-    }
 
 
 class AdapterSlot:
     """The one LoRA slot of an engine.
 
     Args:
-        model: the engine's model, built with :func:`lora_arguments`.
+        model: the engine's model, built with room for an adapter.
         layers: the adapter's.
         num_shards: tensor-parallel size; a shard takes only its part of each factor.
 

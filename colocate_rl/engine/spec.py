@@ -66,6 +66,32 @@ class EngineSpec:
     """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
 
 
+GRAPH_ARGUMENTS = {
+    *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("max_num_seqs", "max_num_batched_tokens", "speculative_config"),
+}
+"""Arguments of the user's after which vLLM should choose the sizes of CUDA graphs itself."""
+
+
+def graph_sizes(max_num_seqs: int) -> list[int] | None:
+    """Sizes of batches to capture CUDA graphs for, so that there is one for a decode step of all sequences.
+
+    vLLM's own sizes end at 512 sequences, and between 256 and 512 only multiples of 16 are among them; a decode step
+    without a graph of its size takes the host several times as long to launch.
+
+    Args:
+        max_num_seqs: sequences that decode at once.
+
+    Returns:
+        Ascending sizes; None where vLLM's own do.
+    """
+    own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    if max_num_seqs in own:
+        return None
+    most = max(max_num_seqs, min(2 * max_num_seqs, own[-1]))
+    return sorted({max_num_seqs, *(size for size in [*own, *range(544, most, 32)] if size <= most)})
+
+
 def vllm_version() -> str:
     """The installed vLLM's version.
 
@@ -122,3 +148,41 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "MASTER_PORT": str(spec.port),
         }
     return variables
+
+
+def llm_arguments(spec: EngineSpec, folder: str, tokenizer: str | None) -> dict[str, Any]:
+    """What ``LLM`` is built with, before the user's own arguments."""
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "skip_tokenizer_init": tokenizer is None,
+        "model_impl": spec.model_impl,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_length,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+    }
+    if tokenizer is not None:
+        arguments["tokenizer"] = tokenizer
+    if spec.device is not None:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+        arguments["device_ids"] = [spec.device]
+        if not spec.enforce_eager and not GRAPH_ARGUMENTS & spec.extra.keys():
+            arguments["cudagraph_capture_sizes"] = graph_sizes(spec.max_num_seqs)
+    if spec.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = spec.tensor_parallel_size
+        arguments["distributed_executor_backend"] = "external_launcher"
+        if spec.device is not None:
+            arguments["device_ids"] = list(spec.shard_devices)
+    if spec.lora is not None:
+        arguments["enable_lora"] = True
+        arguments["max_loras"] = 1
+        arguments["max_lora_rank"] = min(rank for rank in LORA_RANKS if rank >= spec.lora.max_rank)
+        arguments["lora_target_modules"] = list(spec.lora.target_modules)
+    return arguments

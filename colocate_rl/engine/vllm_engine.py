@@ -21,9 +21,9 @@ import torch
 
 from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokenizer
 from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
-from colocate_rl.engine.lora import AdapterSlot, lora_arguments, without_slots
+from colocate_rl.engine.lora import AdapterSlot, without_slots
 from colocate_rl.engine.protocol import AdapterLayer, Completion, Deliver, Request, SamplingSpec, Work
-from colocate_rl.engine.spec import EngineSpec, environment, first_group
+from colocate_rl.engine.spec import EngineSpec, environment, first_group, llm_arguments
 from colocate_rl.engine.vllm_api import adapter_request, build_llm, completion_of, leave_groups, sampling_parameters
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
 from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
@@ -83,7 +83,7 @@ class VllmEngine:
         write_model(folder, spec.model_config, spec.dtype)
         tokenizer = None if spec.tokenizer is None else write_tokenizer(folder, spec.tokenizer)
         try:
-            self._llm = build_llm(_llm_arguments(spec, self._folder.name, tokenizer), spec.extra)
+            self._llm = build_llm(llm_arguments(spec, self._folder.name, tokenizer), spec.extra)
         except ValueError as error:
             if spec.lora is None or "LoRA" not in str(error):
                 raise
@@ -284,39 +284,6 @@ class VllmEngine:
 
 def _itself(model: torch.nn.Module) -> torch.nn.Module:
     return model
-
-
-def _llm_arguments(spec: EngineSpec, folder: str, tokenizer: str | None) -> dict[str, Any]:
-    """What ``LLM`` is built with, before the user's own arguments."""
-    arguments: dict[str, Any] = {
-        "model": folder,
-        "skip_tokenizer_init": tokenizer is None,
-        "model_impl": spec.model_impl,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "dtype": spec.dtype,
-        "seed": spec.seed,
-        "max_model_len": spec.max_model_length,
-        "max_num_seqs": spec.max_num_seqs,
-        "enforce_eager": spec.enforce_eager,
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "logprobs_mode": "processed_logprobs",
-    }
-    if tokenizer is not None:
-        arguments["tokenizer"] = tokenizer
-    if spec.device is not None:
-        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
-        arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-        arguments["device_ids"] = [spec.device]
-    if spec.tensor_parallel_size > 1:
-        arguments["tensor_parallel_size"] = spec.tensor_parallel_size
-        arguments["distributed_executor_backend"] = "external_launcher"
-        if spec.device is not None:
-            arguments["device_ids"] = list(spec.shard_devices)
-    if spec.lora is not None:
-        arguments |= lora_arguments(spec.lora)
-    return arguments
 
 
 def _repack_tied(model: torch.nn.Module) -> None:

@@ -47,7 +47,7 @@ QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks train, and where the two engines run."""
+    """How many ranks train, and where the engines run."""
 
     num_ranks: int
     flags: tuple[str, ...] = ()
@@ -60,20 +60,12 @@ class Layout:
 
 
 def choose_layout(num_gpus: int) -> Layout:
-    """Two engines on whatever there is.
-
-    Raises:
-        SystemExit: on a single GPU, which cannot hold training and engines on two devices.
-    """
+    """Two ranks and two engines on whatever there is; on a single GPU one of each, which share it."""
     shared = ("--vllm_gpu_memory_utilization", "0.3")
     if num_gpus == 0:
         return Layout(num_ranks=2)
     if num_gpus == 1:
-        raise SystemExit(
-            "This demo shows engines on other devices than the ranks that host them, so it needs two GPUs or more, or "
-            "none at all: here is exactly 1. Without GPUs it runs on the CPU, which takes the CPU packages: "
-            "make demo LOCK=requirements/cpu.txt"
-        )
+        return Layout(num_ranks=1, num_engines=1, flags=("--vllm_devices", "0", *shared))
     if num_gpus == 2:
         return Layout(num_ranks=2, flags=("--vllm_devices", "1,0", *shared))
     if num_gpus == 3:
@@ -115,7 +107,7 @@ def launch_command(layout: Layout, out: Path, seed: int) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="GRPO on two-digit addition with two in-process engines.")
+    parser = argparse.ArgumentParser(description="GRPO on two-digit addition with in-process engines.")
     parser.add_argument("--seed", type=int, default=1, help="Decides everything: problems, weights, sampling.")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Folder for what the demo leaves.")
     arguments = parser.parse_args()
@@ -142,7 +134,7 @@ def run_demo(out: Path, seed: int, console: Console) -> None:
         soft_wrap=True,
     )
 
-    console.rule(f"GRPO: {layout.num_ranks} training ranks, {layout.num_engines} engines inside them")
+    console.rule(f"GRPO: {layout.num_ranks} training rank(s), {layout.num_engines} engine(s) inside")
     train(launch_command(layout, out, seed), console)
 
     console.rule("What happened")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from colocate_rl.engine.protocol import Request, SamplingSpec
+from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import WeightSyncError
 from tests.engine.twins import compare_steps
@@ -46,6 +46,15 @@ def expected(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if not any(f".{part}." in name for parts in fused.values() for part in parts):
             found[name] = tensor.to(torch.bfloat16)
     return found
+
+
+def policy_gap(model: PreTrainedModel, prompt: list[int], completion: Completion) -> torch.Tensor:
+    """Mean |difference| between the policy's and the engine's log-probabilities, in nats."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]], device="cuda:0")
+    with torch.no_grad():
+        table = model(ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 : -1]
+    policy = table.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+    return (policy - torch.tensor(completion.sampling_logprobs)).abs().mean()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -86,15 +95,9 @@ def test_greedy_text_and_logprobs_are_the_policys(build: Build, eager: bool) -> 
         shift(model, number)
         engine.load_weights(weights(model))
         answers = engine.generate([Request(prompt, 2) for prompt in PROMPTS], SamplingSpec(max_tokens=48))
-        gaps = []
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            for completion in answer:
-                ids = torch.tensor([[*prompt, *completion.token_ids]], device="cuda:0")
-                with torch.no_grad():
-                    table = model(ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 : -1]
-                policy = table.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
-                gaps.append((policy - torch.tensor(completion.sampling_logprobs)).abs())
-        assert float(torch.cat(gaps).mean()) < 0.03
+        pairs = zip(PROMPTS, answers, strict=True)
+        gaps = [policy_gap(model, prompt, completion) for prompt, answer in pairs for completion in answer]
+        assert float(torch.stack(gaps).mean()) < 0.03
         greedy = engine.generate(
             [Request(prompt, 1) for prompt in PROMPTS], SamplingSpec(max_tokens=1, temperature=0.0)
         )
@@ -211,6 +214,20 @@ def test_lean_generation_gives_what_vllm_gives(build: Build, enforce_eager: bool
                 answers.append(engine.generate(requests, sampling))
             engine._lean = lean
             assert answers[0] == answers[1]
+
+
+def test_every_sequence_of_a_large_batch_decodes_in_a_graph(build: Build) -> None:
+    model = gpu_model()
+    engine = build(model, enforce_eager=False, max_num_seqs=600)  # vLLM's own sizes end at 512
+    engine.load_weights(weights(model))
+    runner = engine._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    modes = {count: runner.cudagraph_dispatcher.dispatch(count, uniform_decode=True)[0].name for count in range(1, 601)}
+    assert set(modes.values()) == {"FULL"}
+    answers = engine.generate([Request(PROMPTS[0], 600)], SamplingSpec(max_tokens=24))
+    gaps = [policy_gap(model, PROMPTS[0], completion) for completion in answers[0]]
+    assert len(gaps) == 600
+    assert float(torch.stack(gaps).mean()) < 0.03
+    assert float(torch.stack(gaps).max()) < 0.3
 
 
 @pytest.mark.parametrize("second_runner", [False, True])

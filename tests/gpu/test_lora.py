@@ -161,7 +161,7 @@ def test_a_run_trains_an_adapter_that_its_engine_follows(tmp_path: Path, way: st
     trainer.train()
     trainer.close()
     logs = [log for log in trainer.state.log_history if "step_time" in log]
-    assert logs[0]["kl"] < 1e-6
+    assert logs[0]["kl"] < 1e-4  # no more than the rounding of two passes in bfloat16
     assert logs[-1]["kl"] > 1e-3
     assert all(log["sampling/sampling_logp_difference/mean"] < 0.1 for log in logs)
 

@@ -26,8 +26,8 @@ def runs_of(**modes: tuple[float, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def command(mode: str, folder: Path, *, on_gpu: bool = False) -> list[str]:
-    return learning_curves.command(mode, 3, 60, folder, "other-python", on_gpu=on_gpu)
+def command(mode: str, folder: Path, *, num_gpus: int = 0) -> list[str]:
+    return learning_curves.command(mode, 3, 60, folder, "other-python", num_gpus=num_gpus)
 
 
 def settings(words: list[str]) -> list[str]:
@@ -82,11 +82,15 @@ def test_trl_reads_the_words_of_the_mode_transformers(tmp_path: Path) -> None:
     assert not any(word.startswith("--vllm") for word in ours)
 
 
-def test_engines_share_a_gpu_with_other_runs_and_nothing_else_changes(tmp_path: Path) -> None:
-    on_cpu, on_gpu = command("none", tmp_path), command("none", tmp_path, on_gpu=True)
-    added = on_gpu.index("--vllm_engine_kwargs")
-    assert json.loads(on_gpu[added + 1])["gpu_memory_utilization"] < 0.1
-    assert on_gpu[:added] + on_gpu[added + 2 :] == on_cpu
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_engines_leave_room_on_a_gpu_and_nothing_else_changes(tmp_path: Path, num_gpus: int) -> None:
+    on_cpu, on_gpu = command("none", tmp_path), command("none", tmp_path, num_gpus=num_gpus)
+    start = on_gpu.index("--vllm_gpu_memory_utilization")
+    assert float(on_gpu[start + 1]) < 0.1
+    added = {1: ["--vllm_devices", "0"], 2: []}[num_gpus]
+    end = on_gpu.index("--vllm_engine_kwargs") + 2 + len(added)
+    assert on_gpu[end - len(added) : end] == added
+    assert on_gpu[:start] + on_gpu[end:] == on_cpu
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("one_step", ["4,7", "7,4", "4,7"]), ("trl", ["4", "7", "4"])])
@@ -95,10 +99,8 @@ def test_each_mode_goes_around_the_gpus(mode: str, expected: list[str]) -> None:
     assert learning_curves.placed(mode, 1, []) == ""
 
 
-def test_an_engine_needs_a_second_gpu() -> None:
-    assert learning_curves.placed("trl", 3, ["0"]) == "0"
-    with pytest.raises(RunError, match=r"mode stream trains on one GPU .* 1 is visible.* --modes transformers trl"):
-        learning_curves.placed("stream", 0, ["0"])
+def test_an_engine_shares_a_single_gpu() -> None:
+    assert [learning_curves.placed(mode, 3, ["5"]) for mode in ("trl", "stream")] == ["5", "5"]
 
 
 def test_runs_at_once_do_not_take_each_other_down() -> None:
