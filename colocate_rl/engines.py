@@ -199,28 +199,31 @@ def _engine_spec(
     on_gpu = args.device.type == "cuda"
     dtype = engine_dtype(args, facts.dtype)
     num_seqs = _num_seqs(args, placement)
+    checkpoint = checkpoint_shapes(facts.config, args.trust_remote_code)
+    share = args.vllm_gpu_memory_utilization or DEDICATED_MEMORY_SHARE
     kv_cache = None
     named = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & dictionary(args.vllm_engine_kwargs).keys()
-    if (
-        on_gpu and args.vllm_gpu_memory_utilization is None and not named
-    ):  # a device of its own, and no wish of the user's
+    if on_gpu and not named:
         tokens = num_seqs * (facts.longest_prompt + args.max_completion_length)
+        value_bytes = 4 if dtype == "float32" else 2
+        weights = value_bytes * sum(shape.numel() for shape in checkpoint.values())
+        device_bytes = torch.cuda.get_device_properties(shard.device).total_memory
         kv_cache = kv_cache_bytes(
             facts.config,
             num_tokens=max(tokens, facts.window or 0),
-            value_bytes=4 if dtype == "float32" else 2,
+            value_bytes=value_bytes,
             tensor_parallel_size=placement.tensor_parallel_size,
-            device_bytes=torch.cuda.get_device_properties(shard.device).total_memory,
+            room_bytes=int(share * device_bytes) - weights // placement.tensor_parallel_size,
         )
     return EngineSpec(
         model_config=facts.config,
-        checkpoint=checkpoint_shapes(facts.config, args.trust_remote_code),
+        checkpoint=checkpoint,
         dtype=dtype,
         device=shard.device if on_gpu else None,
         seed=engine_seed(args.seed, shard.engine, 0),
         max_model_length=facts.window,
         max_num_seqs=num_seqs,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization or DEDICATED_MEMORY_SHARE,
+        gpu_memory_utilization=share,
         enforce_eager=args.vllm_enforce_eager if args.vllm_enforce_eager is not None else not on_gpu,
         cpu_cores=None if on_gpu else _cores_of(placement, shard),
         tensor_parallel_size=placement.tensor_parallel_size,
@@ -236,25 +239,27 @@ def _engine_spec(
 
 
 def kv_cache_bytes(
-    config: Any, *, num_tokens: int, value_bytes: int, tensor_parallel_size: int, device_bytes: int
+    config: Any, *, num_tokens: int, value_bytes: int, tensor_parallel_size: int, room_bytes: int
 ) -> int | None:
     """A KV cache that holds the work at hand with a quarter to spare, or None where the device decides.
+
+    A larger one would cost time: vLLM walks over all its blocks at every weight sync.
 
     Args:
         config: the policy's configuration.
         num_tokens: that may be alive at once.
         value_bytes: of one cached number.
         tensor_parallel_size: shards that divide the key/value heads.
-        device_bytes: memory of the engine's device.
+        room_bytes: what the engine may take of its device, without its weights.
 
     Returns:
-        None when the cache would take more than half of the device: vLLM's own share is the better limit then.
+        None when the cache would take more than half of the room: what vLLM measures is the better limit then.
     """
     shape = DecoderShape.of(config)
     kv_heads = max(1, shape.num_kv_heads // tensor_parallel_size)
     per_token = 2 * shape.num_layers * kv_heads * shape.head_size * value_bytes
     wanted = int(1.25 * per_token * num_tokens)
-    return wanted if wanted <= device_bytes // 2 else None
+    return wanted if wanted <= room_bytes // 2 else None
 
 
 def shared_capacity(args: GRPOConfig, placement: Placement) -> int | None:

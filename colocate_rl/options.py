@@ -64,9 +64,10 @@ class GRPOOptions:
     )
     vllm_gpu_memory_utilization: float | None = _setting(
         None,
-        "Share (0 to 1) of each engine device's memory that weights and KV cache may use. None, on a device of its "
-        "own: a KV cache that holds the generation batch with a quarter to spare, at most what 0.9 leaves. On CPU "
-        "the KV cache has 1 GiB per engine (environment variable VLLM_CPU_KVCACHE_SPACE changes it).",
+        "Share (0 to 1) of each engine device's memory that weights and KV cache may use at most; needed where the "
+        "device also trains. None: 0.9. The KV cache holds the generation batch with a quarter to spare if that takes "
+        "up to half of the room beside the weights, else what is left. On CPU it has 1 GiB per engine (environment "
+        "variable VLLM_CPU_KVCACHE_SPACE changes it).",
     )
     vllm_max_model_length: int | None = _setting(
         None,

@@ -241,7 +241,7 @@ class VllmEngine:
     def _settle(self, sources: Iterable[torch.Tensor]) -> None:
         """Waits until everything sent has arrived, and forgets what was computed from the old values."""
         if self._device is not None:
-            for device in {self._device, *(tensor.device for tensor in sources)}:
+            for device in {self._device, *(tensor.device for tensor in sources if tensor.is_cuda)}:
                 torch.cuda.synchronize(device)
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("The engine kept its prefix cache, whose values belong to the old weights.")

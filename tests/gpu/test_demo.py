@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import needs_two_gpus
-
-pytestmark = [pytest.mark.gpu, needs_two_gpus, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 def test_the_demo_learns(tmp_path: Path) -> None:
