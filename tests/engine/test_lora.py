@@ -1,19 +1,25 @@
 """Adapters in a real engine: after each sync it computes what the policy computes, whichever way the adapter came."""
 
 import hashlib
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from transformers import BitsAndBytesConfig
 
+from colocate_rl import GRPOConfig
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.protocol import AdapterLayer, Request, SamplingSpec
 from colocate_rl.engine.spec import LoraSpec
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import WeightSyncError
 from colocate_rl.senders import LoraSender
+from colocate_rl.training.loading import load_models
+from colocate_rl.training.merging import policy_tensors
 from tests.engine.conftest import engine_spec, policy_logprobs, prompts, weights
 from tests.lora import LINEAR, lora_policy, move
 from tests.tiny import tiny_model
@@ -199,3 +205,26 @@ def test_an_engine_without_room_refuses_an_adapter(engines: Callable[[bool], Vll
             engine.load_adapter([AdapterLayer("model.layers.0.mlp.up_proj", 2, 64, 128)], torch.ones(2 * 192))
     finally:
         engine.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_quantised_base_weights_reach_the_engine_as_numbers(
+    engines: Callable[[bool], VllmEngine], tmp_path: Path, way: str
+) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=list(LINEAR))
+    loaded, _ = load_models(str(tmp_path / "model"), GRPOConfig(str(tmp_path), bf16=False), lora, bits)
+    policy: Any = (
+        loaded.train()
+    )  # bitsandbytes packs weights anew for an evaluation on CPU, which nothing can read back
+    assert any(tensor.is_quantised for tensor in policy_tensors(policy))
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # as a policy in bfloat16 computes, no engine does to 1e-3
+    engine, sends = engines(True), sender(policy, way)
+    for step in range(2):
+        move(policy, 1 + step)
+        sends.send(engine)
+        assert largest_gap(engine, policy) < 1e-3
