@@ -25,7 +25,6 @@ class CompletionLog:
     def __init__(self, limit: int, reward_names: Sequence[str]) -> None:
         self._rows: deque[dict[str, Any]] = deque(maxlen=limit)
         self._reward_names = list(reward_names)
-        self._plain = {"step", "prompt", "completion", "advantage", *reward_names}
 
     def add(
         self,
@@ -87,7 +86,10 @@ class CompletionLog:
         try:
             pq.write_table(pa.table(values), file)
         except Exception:  # whatever a reward function thought of as an extra: a log must not end a run
-            values = {n: v if n in self._plain else [_plain_text(x) for x in v] for n, v in values.items()}
+            values = {
+                name: column if _is_plain(name, column) else list(map(_plain_text, column))
+                for name, column in values.items()
+            }
             pq.write_table(pa.table(values), file)
             return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return rows
@@ -102,6 +104,11 @@ class CompletionLog:
             cells = [_cell(row.get(name, "")) for name in names]
             table.add_row(*[Text(cell) for cell in cells])
         return table
+
+
+def _is_plain(name: str, column: Sequence[Any]) -> bool:
+    """Whether a column surely is what parquet takes: of floats, by its values, as an extra may have a reward's name."""
+    return name == "step" or all(value is None or isinstance(value, float) for value in column)
 
 
 def _plain_text(value: Any) -> str:

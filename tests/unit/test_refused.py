@@ -142,6 +142,15 @@ def test_extras_of_mixed_types_do_not_end_a_run(tmp_path: Path) -> None:
     assert kept["x"][:] == ["1", "[2]", "None"]
 
 
+def test_an_extra_under_the_name_of_a_reward_does_not_end_a_run(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    log = CompletionLog(4, ["r", "s"])
+    log.add(["p", "p"], ["a", "b"], [[1.0, 3.0], [2.0, 4.0]], [0.0, 0.0], {"r": [1, [2]]})
+    rows = log.flush(1, tmp_path, num_to_print=None, unique_prompts=False, console=Console(quiet=True))
+    assert [(row["r"], row["s"]) for row in rows] == [("1", 3.0), ("[2]", 4.0)], "as in TRL it takes the reward's place"
+
+
 def test_dropout_is_found_and_switched_off_wherever_it_is_kept() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
     model[1].attention_dropout = 0.2  # type: ignore[assignment]
