@@ -13,14 +13,13 @@ from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt
 from colocate_rl.rollout.stages import Answered, Row
+from colocate_rl.scoring.contract import HELPERS
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 """``rollout_func(prompts, trainer)``, as in TRL."""
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-RESERVED = frozenset(
-    {"prompt", "prompts", "completion", "completions", "trainer_state", "log_extra", "log_metric", "environments"}
-)
+RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "environments", *HELPERS})
 """Names of extra fields that reward functions get anyway."""
 
 
