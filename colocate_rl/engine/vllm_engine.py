@@ -1,6 +1,7 @@
-"""A vLLM engine inside a training rank: the only importer of vLLM.
+"""A vLLM engine inside a training rank: what is asked of it, through one entrance.
 
-Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`; vLLM itself is imported inside it, on first use.
+Every entry goes through :class:`colocate_rl.isolation.PrivateProcess`. vLLM's own objects are made and read in
+:mod:`colocate_rl.engine.vllm_api`.
 """
 
 import atexit
