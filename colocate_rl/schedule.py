@@ -38,8 +38,8 @@ class Schedule(Protocol):
         ...
 
 
-class Synchronous:
-    """Sync, generate, then train: the engines idle while ranks train.
+class _Start:
+    """What every schedule begins a generation batch with.
 
     Args:
         rollout: reaches the engines.
@@ -54,11 +54,19 @@ class Synchronous:
         self._clock = clock
         self._seed = seed
 
-    def next(self, number: int, rows: Sequence[Row], policy_version: int) -> Answered:
-        """See :meth:`Schedule.next`."""
+    def _start(self, number: int, rows: Sequence[Row], policy_version: int) -> Begun:
+        """Has the engines start generation batch ``number`` with the policy's weights; every rank must call it."""
         with self._clock.phase("sync"):
             self._sync.sync(policy_version)
-        return self._rollout.wait(self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number)))
+        return self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number))
+
+
+class Synchronous(_Start):
+    """Sync, generate, then train: the engines idle while ranks train."""
+
+    def next(self, number: int, rows: Sequence[Row], policy_version: int) -> Answered:
+        """See :meth:`Schedule.next`."""
+        return self._rollout.wait(self._start(number, rows, policy_version))
 
     def pause(self) -> None:
         """Nothing is ever under way."""
@@ -84,9 +92,7 @@ class Streamed(Synchronous):
 
     def begin(self, number: int, rows: Sequence[Row], policy_version: int) -> Begun:
         """Has the engines start generation batch ``number``; every rank must call it."""
-        with self._clock.phase("sync"):
-            self._sync.sync(policy_version)
-        self._begun = self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number))
+        self._begun = self._start(number, rows, policy_version)
         return self._begun
 
     def end(self) -> None:
@@ -101,16 +107,13 @@ class Streamed(Synchronous):
                 self._rollout.wait(begun)
 
 
-class OneStepAhead:
+class OneStepAhead(_Start):
     """Generates batch n+1, with the weights of before the update, while ranks train on batch n.
 
     The engines get new weights between two batches, when they are free: completions are never of mixed versions.
 
     Args:
-        rollout: reaches the engines, which answer in the background.
-        sync: keeps them on the policy's weights.
-        clock: charges the phase "sync".
-        seed: see :data:`Seed`.
+        rollout, sync, clock, seed: as for :class:`_Start`; the engines answer in the background.
         rows_of: this rank's rows of any generation batch, or None past the last one that the run trains.
         max_staleness: versions the policy may be ahead of a completion.
     """
@@ -124,10 +127,7 @@ class OneStepAhead:
         rows_of: Callable[[int], Sequence[Row] | None],
         max_staleness: int,
     ) -> None:
-        self._rollout = rollout
-        self._sync = sync
-        self._clock = clock
-        self._seed = seed
+        super().__init__(rollout, sync, clock, seed)
         self._rows_of = rows_of
         self._max_staleness = max_staleness
         self._ahead: tuple[int, Begun] | None = None
@@ -141,7 +141,7 @@ class OneStepAhead:
         """
         if not self._has(number):
             self.pause()
-            self._begin(number, rows, policy_version)
+            self._ahead = (number, self._start(number, rows, policy_version))
         self.pause()
         assert self._ready is not None
         answered, self._ready = self._ready[1], None
@@ -153,7 +153,7 @@ class OneStepAhead:
             )
         coming = self._rows_of(number + 1)
         if coming is not None:
-            self._begin(number + 1, coming, policy_version)
+            self._ahead = (number + 1, self._start(number + 1, coming, policy_version))
         return answered
 
     def pause(self) -> None:
@@ -180,9 +180,3 @@ class OneStepAhead:
 
     def _has(self, number: int) -> bool:
         return number in [known[0] for known in (self._ahead, self._ready) if known is not None]
-
-    def _begin(self, number: int, rows: Sequence[Row], policy_version: int) -> None:
-        with self._clock.phase("sync"):
-            self._sync.sync(policy_version)
-        begun = self._rollout.begin(rows, policy_version=policy_version, seed=self._seed(number))
-        self._ahead = (number, begun)
