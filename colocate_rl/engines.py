@@ -187,7 +187,7 @@ def policy_engine(
         policy,
         seed=engine_seed(args.seed, rank, 0),
         autocast=autocast,
-        max_num_seqs=args.vllm_max_num_seqs or _default_num_seqs(args, placement),
+        max_num_seqs=_num_seqs(args, placement),
         max_model_length=window,
         options={} if args.cache_implementation is None else {"cache_implementation": args.cache_implementation},
     )
@@ -267,18 +267,13 @@ def shared_capacity(args: GRPOConfig, placement: Placement) -> int | None:
 
     None for engines of several shards: all shards of an engine must get the same prompts in the same order.
     """
-    if placement.tensor_parallel_size > 1:
-        return None
-    return _num_seqs(args, placement)
+    return None if placement.tensor_parallel_size > 1 else _num_seqs(args, placement)
 
 
 def _num_seqs(args: GRPOConfig, placement: Placement) -> int:
-    """``vllm_max_num_seqs``, by default an engine's share of the generation batch."""
-    return args.vllm_max_num_seqs or _default_num_seqs(args, placement)
-
-
-def _default_num_seqs(args: GRPOConfig, placement: Placement) -> int:
-    """An engine's share of the generation batch, at most 1024."""
+    """``vllm_max_num_seqs``, by default an engine's share of the generation batch, at most 1024."""
+    if args.vllm_max_num_seqs is not None:
+        return args.vllm_max_num_seqs
     prompts = max(len(span) for span in split_evenly(args.prompts_per_batch, placement.num_engines))
     return max(1, min(prompts * args.num_generations, 1024))
 
