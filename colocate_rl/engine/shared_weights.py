@@ -4,6 +4,7 @@ On CUDA the other process maps the very memory of the policy's parameters (CUDA 
 in shared memory, into which :meth:`SharedWeights.publish` copies the current values.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -106,8 +107,5 @@ class SharedWeights:
 
 
 def _view(buffer: torch.Tensor, part: FilePart) -> torch.Tensor:
-    count = 1
-    for length in part.shape:
-        count *= length
-    stop = part.offset + count * part.dtype.itemsize
+    stop = part.offset + math.prod(part.shape) * part.dtype.itemsize
     return buffer[part.offset : stop].view(part.dtype).view(part.shape)

@@ -101,12 +101,11 @@ def _gathered(states: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _check_packed(module: nn.Module, query: torch.Tensor, given: dict[str, Any]) -> None:
-    wanted = {name: asked for name, asked in given.items() if name not in _KNOWN}
-    wanted = {
-        name: asked
-        for name, asked in wanted.items()
-        if asked is not None and not (isinstance(asked, bool | int | float) and not asked)
-    }
+    wanted = [
+        name
+        for name, asked in given.items()
+        if name not in _KNOWN and asked is not None and not (isinstance(asked, bool | int | float) and not asked)
+    ]
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
