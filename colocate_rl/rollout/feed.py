@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colocate_rl.rollout.sampler import PROMPT_INDEX, EpochOrders
+from colocate_rl.rollout.sampler import NumberedRows, PromptBatches
 
 
 class BatchFeed:
@@ -33,24 +33,23 @@ class BatchFeed:
         shuffle: bool,
         seed: int,
     ) -> None:
-        self._rows = rows
-        self._prompts_per_batch = prompts_per_batch
+        self._rows = NumberedRows(rows)
         self._num_generations = num_generations
         self._rank = rank
         self._share = prompts_per_batch * num_generations // world_size
         self._seed = seed
-        self._orders = EpochOrders(len(rows), shuffle=shuffle, seed=seed)
+        self._batches = PromptBatches(len(rows), prompts_per_batch, shuffle=shuffle, seed=seed)
 
     @property
     def batches_per_epoch(self) -> int:
         """Whole generation batches in the data set."""
-        return len(self._rows) // self._prompts_per_batch
+        return self._batches.per_epoch
 
     def batch(self, number: int) -> list[dict[str, Any]]:
         """This rank's rows of generation batch ``number``, counted from the start of the run."""
-        indices = [index for index in self._prompts(number) for _ in range(self._num_generations)]
+        indices = [index for index in self._batches.of(number) for _ in range(self._num_generations)]
         mine = indices[self._rank * self._share : (self._rank + 1) * self._share]
-        return [{**self._rows[index], PROMPT_INDEX: index} for index in mine]
+        return [self._rows[index] for index in mine]
 
     def spares(self, number: int) -> Iterator[dict[str, Any]]:
         """Rows of prompts that are not in generation batch ``number``, on all ranks in the same random order.
@@ -58,13 +57,8 @@ class BatchFeed:
         The order depends on the seed and ``number`` alone: a resumed run replaces groups by the same prompts, and the
         order of generation batches does not know about it.
         """
-        taken = set(self._prompts(number))
+        taken = set(self._batches.of(number))
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/spares/{number}".encode()))
         for index in torch.randperm(len(self._rows), generator=generator).tolist():
             if index not in taken:
-                yield {**self._rows[index], PROMPT_INDEX: index}
-
-    def _prompts(self, number: int) -> list[int]:
-        """Indices of the prompts of a generation batch, over all ranks."""
-        epoch, place = divmod(number, self.batches_per_epoch)
-        return self._orders.of(epoch)[place * self._prompts_per_batch : (place + 1) * self._prompts_per_batch]
+                yield self._rows[index]

@@ -12,25 +12,33 @@ PROMPT_INDEX = "_prompt_index"
 """Key under which a row carries its index in the data set: rows with the same one form a group."""
 
 
-class EpochOrders:
-    """The order of the prompts in each epoch: the one after the other that a generator of its own draws.
+class PromptBatches:
+    """Which prompts make which generation batch: each epoch has an order of its own, which is cut into whole batches.
 
     Args:
         num_prompts: of the data set.
+        size: prompts of a generation batch; the short last one of an epoch is dropped.
         shuffle: permute them; False: every epoch has the order of the data set.
-        seed: of the permutations.
+        seed: of the permutations, which one generator draws one after the other.
     """
 
-    def __init__(self, num_prompts: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, num_prompts: int, size: int, *, shuffle: bool, seed: int) -> None:
+        self.per_epoch = num_prompts // size
+        """Generation batches of an epoch."""
         self._num_prompts = num_prompts
+        self._size = size
         self._shuffle = shuffle
         self._seed = seed
-        self._newest: tuple[int, list[int]] = (-1, [])
+        self._newest: tuple[int, Sequence[int]] = (-1, [])
 
-    def of(self, epoch: int) -> list[int]:
-        """Indices of the prompts in epoch 0, 1, ..."""
+    def of(self, number: int) -> Sequence[int]:
+        """Indices of the prompts of a generation batch, counted from the start of the run."""
+        epoch, place = divmod(number, self.per_epoch)
+        return self._order(epoch)[place * self._size : (place + 1) * self._size]
+
+    def _order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
-            return list(range(self._num_prompts))
+            return range(self._num_prompts)
         if self._newest[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed)
             for _ in range(epoch + 1):
@@ -42,8 +50,7 @@ class EpochOrders:
 class RepeatSampler(Sampler[int]):
     """Yields each prompt's index G times in a row, and each generation batch as often as it is used.
 
-    Each pass takes the order of the next epoch, cuts it into chunks of ``batch_size`` prompts, and yields each chunk
-    ``repeat_count`` times. A short last chunk is dropped.
+    Each pass takes the batches of the next epoch (:class:`PromptBatches`), ``repeat_count`` times each.
 
     Args:
         data_source: anything with a length.
@@ -70,7 +77,7 @@ class RepeatSampler(Sampler[int]):
         self.repeat_count = repeat_count
         self.shuffle = shuffle
         seed = seed if seed is not None else int(torch.initial_seed() % 2**63)
-        self._orders = EpochOrders(self.num_samples, shuffle=shuffle, seed=seed)
+        self._batches = PromptBatches(self.num_samples, batch_size, shuffle=shuffle, seed=seed)
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -78,17 +85,17 @@ class RepeatSampler(Sampler[int]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = self._orders.of(self._epoch)
+        first = self._epoch * self._batches.per_epoch
         self._epoch += 1
-        for start in range(0, self.num_samples - self.batch_size + 1, self.batch_size):
-            chunk = order[start : start + self.batch_size]
+        for number in range(first, first + self._batches.per_epoch):
+            prompts = self._batches.of(number)
             for _ in range(self.repeat_count):
-                for index in chunk:
+                for index in prompts:
                     for _ in range(self.mini_repeat_count):
                         yield index
 
     def __len__(self) -> int:
-        return (self.num_samples // self.batch_size) * self.batch_size * self.mini_repeat_count * self.repeat_count
+        return self._batches.per_epoch * self.batch_size * self.mini_repeat_count * self.repeat_count
 
 
 class NumberedRows(Dataset[dict[str, Any]]):
