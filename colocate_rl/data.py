@@ -5,9 +5,7 @@ from pathlib import Path
 import datasets
 
 from colocate_rl.errors import DataError
-
-FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Local files that are read, by suffix."""
+from colocate_rl.paths import FILE_FORMATS
 
 
 def load_rows(

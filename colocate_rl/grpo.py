@@ -16,6 +16,7 @@ from colocate_rl import peft_flags, trl_only
 from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
 from colocate_rl.lifeline import follow_launcher
 from colocate_rl.options import SECTIONS, dictionary, option_fields
+from colocate_rl.paths import FILE_FORMATS, looks_like_path
 
 if TYPE_CHECKING:
     from colocate_rl.config import GRPOConfig
@@ -179,12 +180,7 @@ def _check_cheaply(script: argparse.Namespace) -> None:
 def _check_local(name: str, what: str, flag: str) -> None:
     """Refuses a name that can only be a local path when nothing is there."""
     path = Path(name).expanduser()
-    is_path = (
-        name.startswith((".", "~", os.sep))
-        or name.count("/") > 1
-        or path.suffix in (".json", ".jsonl", ".parquet", ".csv")
-    )
-    if is_path and not path.exists():
+    if (looks_like_path(name) or path.suffix in FILE_FORMATS) and not path.exists():
         raise ConfigError(f"{what} {name!r} does not exist. Check {flag}.")
 
 
@@ -197,7 +193,7 @@ def _train(script: argparse.Namespace, rest: Sequence[str]) -> None:
     from transformers import PrinterCallback
 
     from colocate_rl.collectives import Collectives, leave
-    from colocate_rl.data import FILE_FORMATS, load_rows
+    from colocate_rl.data import load_rows
     from colocate_rl.trainer import GRPOTrainer
 
     resume = _checkpoint(args)

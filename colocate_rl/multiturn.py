@@ -14,6 +14,7 @@ from colocate_rl.config import GRPOConfig
 from colocate_rl.engine.protocol import SamplingSpec
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import dictionary
+from colocate_rl.paths import local_or_hub
 from colocate_rl.rollout.collect import Further, Replacement
 from colocate_rl.rollout.custom import CustomRollout, FreeGenerator, RolloutFunction
 from colocate_rl.rollout.dialogue import ToolFormat
@@ -93,7 +94,7 @@ def check_template(
 def _generation_config(name: str, config: PretrainedConfig) -> GenerationConfig:
     """The one that the model will have once it is loaded."""
     try:
-        return GenerationConfig.from_pretrained(policies.local_or_hub(name))
+        return GenerationConfig.from_pretrained(local_or_hub(name))
     except OSError:
         return GenerationConfig.from_model_config(config)
 

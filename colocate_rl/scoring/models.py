@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from colocate_rl.errors import ConfigError, RewardError
+from colocate_rl.paths import local_or_hub
 from colocate_rl.scoring.contract import RewardRequest, Scores
 
 MAX_BATCH_TOKENS = 16_384
@@ -47,7 +48,7 @@ class ModelSource:
     ) -> None:
         self.name = name
         self._options = options
-        self._model = model if isinstance(model, nn.Module) else _local_or_hub(str(model))
+        self._model = model if isinstance(model, nn.Module) else local_or_hub(str(model))
         self._device = torch.device("cpu")
         config = self._config()
         if config.num_labels != 1:
@@ -144,11 +145,6 @@ class ModelSource:
             return prompt + str(completion)
         kwargs = dict(self._options.chat_template_kwargs or {})
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **kwargs))
-
-
-def _local_or_hub(name: str) -> str:
-    path = Path(name).expanduser()
-    return str(path) if path.exists() else name
 
 
 class _Pass:

@@ -1,7 +1,6 @@
 """Loading the policy, its tokenizer and the reference model, with every check that needs no weights first."""
 
 import copy
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,8 @@ from transformers import (
 )
 
 from colocate_rl.errors import ConfigError
+from colocate_rl.paths import local_or_hub, looks_like_path
 from colocate_rl.training.shape import text_config
-
-
-def looks_like_path(name: str) -> bool:
-    """True when ``name`` can only be a folder: hub names are ``model`` or ``owner/model``."""
-    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith("/")
-
-
-def local_or_hub(name: str) -> str:
-    """``name`` with ``~`` expanded where that is a folder here."""
-    path = Path(name).expanduser()
-    return str(path) if path.is_dir() else name
 
 
 def check_model_folder(name: str) -> None:
