@@ -5,7 +5,7 @@ from pathlib import Path
 import datasets
 
 from colocate_rl.errors import DataError
-from colocate_rl.paths import FILE_FORMATS
+from colocate_rl.paths import FILE_FORMATS, local_or_hub
 
 
 def load_rows(
@@ -31,7 +31,7 @@ def load_rows(
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             loaded = datasets.load_from_disk(str(path))
         else:
-            loaded = datasets.load_dataset(name, config, streaming=streaming)
+            loaded = datasets.load_dataset(local_or_hub(name), config, streaming=streaming)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"Data set {name!r} could not be read: {str(error) or 'it holds no rows'}") from error
     if isinstance(loaded, dict):

@@ -107,6 +107,14 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
         load_rows(str(folder), "test")
 
 
+def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell expands ~ at a word's start only: not in --dataset=~/folder, and not in a --config file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    save_jsonl(tmp_path / "folder" / "train.jsonl")
+    assert load_rows("~/folder", "train").to_list() == ROWS
+
+
 @pytest.mark.parametrize("content", ["{broken", "no json at all\n", ""])
 def test_a_file_that_cannot_be_read(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.jsonl"
