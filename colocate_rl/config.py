@@ -1,17 +1,16 @@
 """`GRPOConfig`: `transformers.TrainingArguments` plus the settings of :mod:`colocate_rl.options`, checked."""
 
 import logging
-import math
 import os
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_liger_kernel_available
 
-from colocate_rl import backend, objective_checks, options, trl_only
+from colocate_rl import backend, objective_checks, options, trl_only, values
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions
 
@@ -56,10 +55,11 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         super().__post_init__()
         self._n_gpu = min(self._n_gpu, 1)  # spare GPUs belong to the engines: never nn.DataParallel
         self._normalise()
-        self._check_texts()
+        values.check_types(self)
         backend.resolve(self)
-        self._check_choices()
+        values.check_choices(self)
         self._check_ranges()
+        objective_checks.check_objective(self)
         self._check_unsupported()
         self._resolve_batches()
         self._check_resampling()
@@ -89,102 +89,23 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         if self.num_generations_eval is None:
             self.num_generations_eval = self.num_generations
 
-    def _check_choices(self) -> None:
-        allowed = {
-            "loss_type": options.LossType,
-            "importance_sampling_level": options.ImportanceSamplingLevel,
-            "scale_rewards": options.ScaleRewards,
-            "multi_objective_aggregation": options.MultiObjectiveAggregation,
-            "vllm_importance_sampling_mode": options.SamplingCorrectionMode,
-            "old_logprobs": options.OldLogprobs,
-            "overlap": options.Overlap,
-            "lora_sync": options.LoraSync,
-            "on_reward_error": options.OnRewardError,
-            "vllm_model_impl": options.ModelImplementation,
-        }
-        for name, literal in allowed.items():
-            value = getattr(self, name)
-            if value not in options.choices(literal):
-                raise ConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(options.choices(literal))}.")
-
-    def _check_texts(self) -> None:
-        """Refuses a text where a number is meant: what compares or computes with it would only say that it cannot."""
-        for name, kind in get_type_hints(options.GRPOOptions).items():
-            value = getattr(self, name)
-            if isinstance(value, str) and str not in (kind, *get_args(kind)) and name not in options.JSON_OPTIONS:
-                raise ConfigError(f"{name}={value!r} is a text. Give it without quotes.")
-
     def _check_ranges(self) -> None:
-        if self.num_generations < 2:
-            raise ConfigError(
-                f"num_generations is {self.num_generations}: an advantage compares the completions of one prompt, so "
-                "at least 2 are needed."
-            )
-        if self.num_generations_eval is not None and self.num_generations_eval < 1:
-            raise ConfigError(f"num_generations_eval is {self.num_generations_eval}; it must be at least 1.")
-        if self.max_completion_length < 1:
-            raise ConfigError(f"max_completion_length is {self.max_completion_length}; it must be at least 1 token.")
+        rows = "at least 1 completion"
+        values.check_rules(
+            self,
+            [
+                ("per_device_train_batch_size", self.per_device_train_batch_size >= 1, rows),
+                ("per_device_eval_batch_size", self.per_device_eval_batch_size >= 1, rows),
+                ("seed", 0 <= self.seed < 2**32, "at least 0, below 2**32"),
+            ],
+        )
+        values.check_ranges(self)
         if self.vllm_max_model_length is not None and self.vllm_max_model_length <= self.max_completion_length:
             raise ConfigError(
                 f"vllm_max_model_length={self.vllm_max_model_length} tokens hold prompt and completion together, so "
                 f"max_completion_length={self.max_completion_length} leaves no room for any prompt. Raise the first or "
                 "lower the second."
             )
-        share = self.vllm_gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ConfigError(
-                f"vllm_gpu_memory_utilization={share} is a share of the device's memory: above 0, up to 1."
-            )
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"temperature={self.temperature}: greedy completions of one prompt are all the same, which leaves no "
-                "advantage to learn from. Use a value above 0."
-            )
-        if self.num_iterations < 1:
-            raise ConfigError(f"num_iterations is {self.num_iterations}; each generation batch is used at least once.")
-        if self.logprob_chunk_size < 1:
-            raise ConfigError(f"logprob_chunk_size is {self.logprob_chunk_size}; it must be at least 1 token.")
-        self._check_bounds()
-        objective_checks.check_objective(self)
-
-    def _check_bounds(self) -> None:
-        rows = "at least 1 completion"
-        for name, valid, rule in (
-            ("per_device_train_batch_size", self.per_device_train_batch_size >= 1, rows),
-            ("per_device_eval_batch_size", self.per_device_eval_batch_size >= 1, rows),
-            ("seed", 0 <= self.seed < 2**32, "at least 0, below 2**32"),
-            ("temperature", math.isfinite(self.temperature), "a finite number"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1 (0 is off)"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1.0 is off)"),
-            (
-                "vllm_logprob_gap_limit",
-                self.vllm_logprob_gap_limit is None or self.vllm_logprob_gap_limit >= 0,
-                "at least 0 nats (0: no check)",
-            ),
-            (
-                "num_completions_to_print",
-                self.num_completions_to_print is None or self.num_completions_to_print >= 0,
-                "at least 0",
-            ),
-            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
-            (
-                "max_tokens_per_micro_batch",
-                self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch > 0,
-                "at least 1 token",
-            ),
-            (
-                "max_tool_calling_iterations",
-                self.max_tool_calling_iterations is None or self.max_tool_calling_iterations > 0,
-                "at least 1",
-            ),
-            ("vllm_max_num_seqs", self.vllm_max_num_seqs is None or self.vllm_max_num_seqs > 0, "at least 1"),
-            ("reward_num_workers", self.reward_num_workers >= 0, "at least 0 (0: in the training process)"),
-            ("reward_timeout_s", self.reward_timeout_s is None or self.reward_timeout_s > 0, "above 0 seconds"),
-            ("max_resample_tries", self.max_resample_tries >= 1, "at least 1"),
-        ):
-            if not valid:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {rule}.")
 
     def _check_sharding(self) -> None:
         """To be called first: transformers would look for packages that these need."""

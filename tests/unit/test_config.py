@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import HfArgumentParser
 
-from colocate_rl import GRPOConfig, options
+from colocate_rl import GRPOConfig, options, values
 from colocate_rl.errors import ConfigError
 from colocate_rl.options import GRPOOptions, option_fields
 from colocate_rl.rollout.advantages import group_advantages
@@ -208,8 +208,8 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
     ({"logprob_chunk_size": 0}, ["logprob_chunk_size is 0"]),
     ({"max_tokens_per_micro_batch": 0}, ["max_tokens_per_micro_batch is 0", "at least 1 token"]),
-    ({"vllm_gpu_memory_utilization": 0.0}, ["vllm_gpu_memory_utilization=0.0", "above 0"]),
-    ({"vllm_gpu_memory_utilization": 1.5}, ["vllm_gpu_memory_utilization=1.5", "up to 1"]),
+    ({"vllm_gpu_memory_utilization": 0.0}, ["vllm_gpu_memory_utilization is 0.0", "above 0"]),
+    ({"vllm_gpu_memory_utilization": 1.5}, ["vllm_gpu_memory_utilization is 1.5", "up to 1"]),
     (
         {"vllm_importance_sampling_clip_min": 3.0},
         ["vllm_importance_sampling_clip_min=3.0", "below vllm_importance_sampling_clip_max=3.0"],
@@ -261,18 +261,7 @@ def test_refusals_name_the_setting_and_the_numbers(tmp_path: Path, given: dict[s
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "literal"),
-    [
-        ("loss_type", options.LossType),
-        ("importance_sampling_level", options.ImportanceSamplingLevel),
-        ("scale_rewards", options.ScaleRewards),
-        ("multi_objective_aggregation", options.MultiObjectiveAggregation),
-        ("vllm_importance_sampling_mode", options.SamplingCorrectionMode),
-        ("old_logprobs", options.OldLogprobs),
-        ("on_reward_error", options.OnRewardError),
-    ],
-)
+@pytest.mark.parametrize(("name", "literal"), values.CHOICES.items(), ids=values.CHOICES)
 def test_unknown_choices_list_the_known_ones(tmp_path: Path, name: str, literal: Any) -> None:
     known = options.choices(literal)
     with pytest.raises(ConfigError) as caught:
