@@ -73,7 +73,7 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     Raises:
         ColocateError: the first problem found.
     """
-    model, tokenizer, train_dataset = given.model, given.tokenizer, given.train_dataset
+    model, train_dataset = given.model, given.train_dataset
     adapters.check_arguments(model, given.peft_config, given.quantization_config, args=args)
     longer = multiturn.plan(args, given.tools, given.rollout_func, given.environment_factory)
     placement = _placement(args, collectives.world_size)
@@ -85,11 +85,27 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     _check_output_dir(args)
     for name, rows in eval_sets(given.eval_dataset).items():
         check_dataset(name, rows)
-    init_kwargs = dictionary(args.model_init_kwargs)
-    if isinstance(model, str):
-        config = policies.load_config(model, init_kwargs, trust_remote_code=args.trust_remote_code)
-    else:
-        config = model.config
+    config = _config(args, model)
+    _check_router(args, config)
+    tokenizer = _tokenizer(args, given, config)
+    vocab_size = policies.vocab_size(config)
+    _check_pad_token(tokenizer, vocab_size)
+    window = _window(args, config)
+    codec = PromptCodec(tokenizer, dictionary(args.chat_template_kwargs), longer.schemas)
+    longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
+    for name, rows in eval_sets(given.eval_dataset).items():
+        _check_prompts(name, rows, codec, window, vocab_size, collectives)
+    multiturn.check_template(longer, args, tokenizer, model, config)
+    return Checked(placement, rewards, config, tokenizer, longest, longer)
+
+
+def _config(args: GRPOConfig, model: str | PreTrainedModel) -> PretrainedConfig:
+    if not isinstance(model, str):
+        return model.config
+    return policies.load_config(model, dictionary(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
+
+
+def _check_router(args: GRPOConfig, config: PretrainedConfig) -> None:
     router = router_loss(config, args.router_aux_loss_coef, args.gradient_checkpointing_kwargs)
     if router is not None and args.overlap == "stream":
         raise ConfigError(
@@ -97,34 +113,42 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
             f"{type(config).__name__} (weight {router.weight}) needs the experts of a whole slice. Set "
             "router_aux_loss_coef=0, or choose another overlap."
         )
+
+
+def _tokenizer(args: GRPOConfig, given: Given, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """The one that was given, else the model's own."""
+    tokenizer = given.tokenizer
     if tokenizer is None:
-        name = model if isinstance(model, str) else config._name_or_path
-        tokenizer = policies.load_tokenizer(name, init_kwargs, trust_remote_code=args.trust_remote_code)
+        name = given.model if isinstance(given.model, str) else config._name_or_path
+        tokenizer = policies.load_tokenizer(
+            name, dictionary(args.model_init_kwargs), trust_remote_code=args.trust_remote_code
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(
             f"processing_class must be a tokenizer (PreTrainedTokenizerBase), got {type(tokenizer).__name__}. "
             "Multimodal processors are not supported."
         )
-    vocab_size = policies.vocab_size(config)
+    return tokenizer
+
+
+def _check_pad_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> None:
     pad = policies.pad_token_id(tokenizer)
     if vocab_size is not None and pad >= vocab_size:
         raise ConfigError(
             f"The tokenizer's pad token has id {pad}, but the model has {vocab_size} embeddings (0 to "
-            f"{vocab_size - 1}). "
-            "Use a pad token the model knows, or resize its embeddings."
+            f"{vocab_size - 1}). Use a pad token the model knows, or resize its embeddings."
         )
+
+
+def _window(args: GRPOConfig, config: PretrainedConfig) -> int | None:
+    """Tokens that prompt and completion may have together, with room for a prompt; None when unknown."""
     window = policies.context_window(config, args.vllm_max_model_length)
     if window is not None and args.max_completion_length >= window:
         raise ConfigError(
             f"max_completion_length={args.max_completion_length} does not fit beside any prompt in the context window "
             f"of {window} tokens. Lower it, or raise vllm_max_model_length if the model has more positions."
         )
-    codec = PromptCodec(tokenizer, dictionary(args.chat_template_kwargs), longer.schemas)
-    longest = _check_prompts("train_dataset", train_dataset, codec, window, vocab_size, collectives)
-    for name, rows in eval_sets(given.eval_dataset).items():
-        _check_prompts(name, rows, codec, window, vocab_size, collectives)
-    multiturn.check_template(longer, args, tokenizer, model, config)
-    return Checked(placement, rewards, config, tokenizer, longest, longer)
+    return window
 
 
 def _check_output_dir(args: GRPOConfig) -> None:
@@ -293,8 +317,7 @@ def _check_prompts(
         if vocab_size is not None and max(ids) >= vocab_size:
             raise DataError(
                 f"{name}, row {index}: the prompt holds token id {max(ids)}, but the model has {vocab_size} "
-                f"embeddings. "
-                "Use the model's own tokenizer, or resize its embeddings."
+                "embeddings. Use the model's own tokenizer, or resize its embeddings."
             )
         longest = max(longest, len(ids))
     return longest
