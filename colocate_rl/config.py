@@ -38,9 +38,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def __post_init__(self) -> None:
         self._check_sharding()
-        has_gpu = (
-            not self.use_cpu and torch.cuda.is_available()
-        )  # asking alone would keep a notebook from forking ranks
+        # Asking for a GPU alone would keep a notebook from forking ranks.
+        has_gpu = not self.use_cpu and torch.cuda.is_available()
         if not has_gpu:
             self.use_cpu = True  # nothing else exists here, so nobody has to say so
         if self.bf16 is None:
@@ -145,8 +144,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         if used and self.use_vllm and self.vllm_importance_sampling_correction:
             logger.warning(
                 "%s: the engine's log-probabilities include this filter, the policy's do not, so the "
-                "importance-sampling "
-                "correction also weighs completions by the filter's renormalisation (see "
+                "importance-sampling correction also weighs completions by the filter's renormalisation (see "
                 "sampling/sampling_logp_difference). Consider vllm_importance_sampling_correction=False.",
                 ", ".join(used),
             )
@@ -194,9 +192,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
                 f"overlap={self.overlap!r} generates a batch while the one before it is trained, which takes "
                 f"steps_per_generation={self.steps_per_generation} x num_iterations={self.num_iterations} / "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} = {steps} optimizer steps, so "
-                f"completions would be up to {steps} versions old; max_staleness={self.max_staleness} refuses "
-                f"that. Raise it, or use each "
-                "generation batch for fewer steps."
+                f"completions would be up to {steps} versions old; max_staleness={self.max_staleness} refuses that. "
+                "Raise it, or use each generation batch for fewer steps."
             )
 
     def _check_stream(self) -> None:

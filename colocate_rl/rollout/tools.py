@@ -100,9 +100,7 @@ class ToolBox:
 def _schema(function: Tool) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except (
-        Exception
-    ) as error:  # transformers' own errors, and whatever it stumbles over in something that is no function
+    except Exception as error:  # transformers' own, and whatever it stumbles over in something that is no function
         raise ConfigError(
             f"tools holds {getattr(function, '__name__', function)!r}, which cannot be described to a model: {error} A "
             "tool is a function with a type hint for every argument and a docstring (Google style) that says what it "
