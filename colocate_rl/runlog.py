@@ -15,6 +15,8 @@ from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog, sendable
 from colocate_rl.config import GRPOConfig
 from colocate_rl.metrics import Lap, MetricBuffer, PhaseClock, PhaseSpan
+from colocate_rl.report.figures import METRICS_FILE
+from colocate_rl.report.samples import COMPLETIONS_FOLDER
 from colocate_rl.rewardtrace import TRACE_FILE, RewardTrace
 from colocate_rl.rollout.figures import gather_rewards
 from colocate_rl.rollout.prompts import PromptCodec
@@ -24,7 +26,6 @@ from colocate_rl.rollout.stages import Answered, Row, Scored
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 PHASES = ("generate", "score", "sync")
 """Phases with a clock of their own; the rest of a step is training."""
@@ -60,6 +61,11 @@ class RunLog:
         self._reward_names = list(reward_names)
         self._trace: RewardTrace | None = None
 
+    @property
+    def _folder(self) -> Path:
+        """The output folder of now: a notebook may name another one between two runs."""
+        return Path(self._args.output_dir or ".")
+
     def begin(self, step: int) -> None:
         """A run begins after optimizer step ``step``: what another one left is no part of it; every rank must call it.
 
@@ -71,7 +77,7 @@ class RunLog:
         if step == 0:
             with self._collectives.failing_together("setting the files of an earlier run aside"):
                 if self._collectives.rank == 0:
-                    set_aside(Path(self._args.output_dir or "."))
+                    set_aside(self._folder)
         self.metrics.clear()
         self.completions.clear()
         self._engine_seconds = [0.0] * len(self._engine_seconds)
@@ -134,7 +140,7 @@ class RunLog:
         with self._collectives.failing_together("writing the reward trace"):
             if self._collectives.rank == 0:
                 if self._trace is None:
-                    self._trace = RewardTrace(Path(self._args.output_dir or "."), self._reward_names)
+                    self._trace = RewardTrace(self._folder, self._reward_names)
                 self._trace.add(step, all_indices, all_rewards, trained=trained)
 
     def note_step(self) -> None:
@@ -170,12 +176,10 @@ class RunLog:
             self._timeline = sorted(events, key=lambda event: event["start"])
         return self.metrics.flush(self._collectives)
 
-    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> Path:
-        folder = Path(self._args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("a") as lines:
+    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / name).open("a") as lines:
             lines.writelines(json.dumps(record) + "\n" for record in records)
-        return folder
 
     def write(self, step: int, logs: Mapping[str, Any], *, with_completions: bool) -> list[dict[str, Any]]:
         """Appends to ``metrics.jsonl`` and ``timeline.jsonl``, writes the completions table; on the main rank only.
@@ -183,7 +187,7 @@ class RunLog:
         Returns:
             The rows of the table; none without one.
         """
-        folder = self._append(METRICS_FILE, [{"step": step, **logs}])
+        self._append(METRICS_FILE, [{"step": step, **logs}])
         if self._timeline:
             self._append(TIMELINE_FILE, self._timeline)
             self._timeline = []
@@ -191,7 +195,7 @@ class RunLog:
             return []
         return self.completions.flush(
             step,
-            folder / "completions",
+            self._folder / COMPLETIONS_FOLDER,
             num_to_print=self._args.num_completions_to_print,
             unique_prompts=self._args.log_unique_prompts,
             console=Console(),
