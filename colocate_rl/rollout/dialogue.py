@@ -114,6 +114,12 @@ def _dialogue(results: Sequence[ToolResult]) -> list[Message]:
     ]
 
 
+def known_ids(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[int]:
+    """The ids that the tokenizer has words for: a model may have more embeddings, and samples them too."""
+    size = len(tokenizer)
+    return [token for token in token_ids if 0 <= token < size]
+
+
 def parse(
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Sequence[int],
@@ -134,7 +140,7 @@ def parse(
     Returns:
         ``role`` and ``content``, and ``tool_calls`` where there are any.
     """
-    known = [token for token in token_ids if 0 <= token < len(tokenizer)]
+    known = known_ids(tokenizer, token_ids)
     plain = {"role": "assistant", "content": str(tokenizer.decode(known, skip_special_tokens=True))}
     try:
         if getattr(tokenizer, "response_template", None) is not None:

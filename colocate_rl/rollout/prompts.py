@@ -86,8 +86,7 @@ class PromptCodec:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Readable text without special tokens; ids beyond the tokenizer's range become nothing."""
-        limit = len(self.tokenizer)
-        known = [token for token in token_ids if 0 <= token < limit]
+        known = dialogue.known_ids(self.tokenizer, token_ids)
         return str(self.tokenizer.decode(known, skip_special_tokens=True))
 
     def prompt_text(self, prompt: Any) -> str:
