@@ -8,7 +8,7 @@ ranks see all rewards, so all of them replace the same groups by the same prompt
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from colocate_rl.metrics import MetricBuffer
 from colocate_rl.rollout.advantages import NO_SPREAD, score_groups, weighted_sum
 from colocate_rl.rollout.figures import gather_rewards, group_positions
 from colocate_rl.rollout.sampler import PROMPT_INDEX
-from colocate_rl.rollout.stages import Answered, Rated, Row
+from colocate_rl.rollout.stages import Answered, Rated, Row, joined_columns
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Row]], Rated]
@@ -133,7 +133,7 @@ def _joined(first: Rated, second: Rated, places: list[int]) -> Rated:
             completions=[*one.completions, *two.completions],
             stats=[*one.stats, *two.stats],
             texts=None if one.texts is None and two.texts is None else [*first.texts, *second.texts],
-            columns=_joined_columns((one.columns, two.columns), sizes),
+            columns=joined_columns((one.columns, two.columns), sizes),
             figures=_summed(one.figures, two.figures),
             places=places,
             prompts={**one.prompts, **two.prompts} if deals else {},
@@ -141,7 +141,7 @@ def _joined(first: Rated, second: Rated, places: list[int]) -> Rated:
         ),
         [*first.texts, *second.texts],
         torch.cat([first.rewards, second.rewards]),
-        _joined_columns((first.extras, second.extras), sizes),
+        joined_columns((first.extras, second.extras), sizes),
     )
 
 
@@ -150,14 +150,6 @@ def _summed(
 ) -> dict[str, tuple[float, float]]:
     pairs = {name: (one.get(name, (0.0, 0.0)), two.get(name, (0.0, 0.0))) for name in [*one, *two]}
     return {name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()}
-
-
-def _joined_columns(parts: Sequence[Mapping[str, list[Any]]], sizes: Sequence[int]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: [value for part, size in zip(parts, sizes, strict=True) for value in part.get(name, [None] * size)]
-        for name in names
-    }
 
 
 def _chosen(rated: Rated, chosen: Sequence[int]) -> Rated:

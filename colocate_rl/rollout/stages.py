@@ -19,6 +19,15 @@ def numbered_copies(indices: Iterable[int]) -> list[tuple[int, int]]:
     return [(index, next(counts.setdefault(index, itertools.count()))) for index in indices]
 
 
+def joined_columns(parts: Sequence[Mapping[str, list[Any]]], sizes: Sequence[int]) -> dict[str, list[Any]]:
+    """Columns one behind another; of a part that lacks one, as many None as it has rows (``sizes``)."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: [value for part, size in zip(parts, sizes, strict=True) for value in part.get(name, [None] * size)]
+        for name in names
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Answered:
     """This rank's rows with their completions; one entry per row in each list but ``stats``."""
@@ -85,7 +94,6 @@ class Scored:
     @classmethod
     def joined(cls, parts: Sequence["Scored"]) -> "Scored":
         """The rows of all parts; None where a part lacks an extra column."""
-        names = dict.fromkeys(name for part in parts for name in part.extras)
         return cls(
             [row for part in parts for row in part.rows],
             [ids for part in parts for ids in part.prompt_ids],
@@ -93,8 +101,5 @@ class Scored:
             [text for part in parts for text in part.texts],
             torch.cat([part.rewards for part in parts]),
             torch.cat([part.advantages for part in parts]),
-            {
-                name: [value for part in parts for value in part.extras.get(name, [None] * len(part.rows))]
-                for name in names
-            },
+            joined_columns([part.extras for part in parts], [len(part.rows) for part in parts]),
         )
