@@ -64,16 +64,14 @@ AGGREGATIONS: dict[str, Aggregation] = {
 }
 """One per ``loss_type``: token losses [B, T] and their mask to a scalar."""
 Denominator = Literal["rows", "slice tokens", "batch tokens"]
-DENOMINATORS: dict[str, Denominator] = {
-    "grpo": "rows",
-    "bnpo": "slice tokens",
-    "dr_grpo": "rows",
-    "dapo": "batch tokens",
-    "cispo": "batch tokens",
-    "sapo": "rows",
-    "luspo": "rows",
-    "vespo": "batch tokens",
+_DIVIDES_BY: dict[Aggregation, Denominator] = {
+    _mean_of_sequence_means: "rows",
+    _mean_of_sequence_sums: "rows",
+    _sum_over_budget: "rows",
+    _mean_of_tokens: "slice tokens",
+    _sum_over_batch_tokens: "batch tokens",
 }
+DENOMINATORS: dict[str, Denominator] = {name: _DIVIDES_BY[way] for name, way in AGGREGATIONS.items()}
 """What each of them divides by, beside what is known of a row alone: it decides when a row can be trained, and where.
 
 ``rows``: by a number that is fixed beforehand; ``batch tokens``: by one number for the whole generation batch. Rows of
