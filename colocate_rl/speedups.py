@@ -58,18 +58,7 @@ def decide_packing(
     collectives: Collectives,
     as_reference: AsReference | None = None,
 ) -> Objective:
-    """Lets rows pass through the models without padding where that is wanted, possible and proven to be the same.
-
-    Args:
-        args: the run's configuration.
-        models: the causal language models of policy and, where there is one, reference, on their device.
-        objective: computes with padding.
-        collectives: every rank must call this; all of them decide alike.
-        as_reference: where the reference is the first model without its adapter.
-
-    Returns:
-        The objective to use.
-    """
+    """Lets rows pass through the models without padding; arguments as in :func:`_decide`."""
 
     def prepare(model: PreTrainedModel) -> str | None:
         known = packing.obstacle(model)
@@ -83,7 +72,15 @@ def decide_packing(
             attention.uninstall(model)
 
     level = logging.WARNING if args.padding_free else logging.INFO
-    way = _Way("packed", "on packed rows", "rows keep their padding", "padding_free", level, prepare, undo)
+    way = _Way(
+        name="packed",
+        how="on packed rows",
+        otherwise="rows keep their padding",
+        setting="padding_free",
+        level=level,
+        prepare=prepare,
+        undo=undo,
+    )
     return _decide(args, models, objective, collectives, as_reference, way)
 
 
@@ -94,18 +91,7 @@ def decide_compiling(
     collectives: Collectives,
     as_reference: AsReference | None = None,
 ) -> Objective:
-    """Compiles layers and head where that is wanted, possible and proven to be the same.
-
-    Args:
-        args: the run's configuration.
-        models: the causal language models of policy and, where there is one, reference, on their device.
-        objective: computes with the layers as they are.
-        collectives: every rank must call this; all of them decide alike.
-        as_reference: where the reference is the first model without its adapter.
-
-    Returns:
-        The objective to use.
-    """
+    """Compiles layers and head; arguments as in :func:`_decide`."""
 
     def prepare(model: PreTrainedModel) -> str | None:
         if objective.router is not None:
@@ -116,7 +102,13 @@ def decide_compiling(
         return None
 
     way = _Way(
-        "compiled", "compiled", "layers run uncompiled", "compile_layers", logging.WARNING, prepare, compiling.uninstall
+        name="compiled",
+        how="compiled",
+        otherwise="layers run uncompiled",
+        setting="compile_layers",
+        level=logging.WARNING,
+        prepare=prepare,
+        undo=compiling.uninstall,
     )
     return _decide(args, models, objective, collectives, as_reference, way)
 
@@ -146,7 +138,19 @@ def _decide(
     as_reference: AsReference | None,
     way: _Way,
 ) -> Objective:
-    """The objective that goes this way, where it is wanted and no rank finds a reason against it; else as it was."""
+    """Takes a faster way where it is wanted, possible and proven to be the same.
+
+    Args:
+        args: the run's configuration.
+        models: the causal language models of policy and, where there is one, reference, on their device.
+        objective: goes the plain way.
+        collectives: every rank must call this; all of them decide alike.
+        as_reference: where the reference is the first model without its adapter.
+        way: the faster one.
+
+    Returns:
+        The objective that goes this way, where no rank has found a reason against it; else as it was.
+    """
     setting: bool | None = getattr(args, way.setting)
     if not (setting if setting is not None else args.device.type == "cuda"):
         return objective
