@@ -147,6 +147,8 @@ class GRPOTrainer(Trainer):
         self.engine, self.rollout, self.weight_sync = wired.engine, wired.rollout, wired.weight_sync
         self.schedule = choose_schedule(args, wired, clock, self._rows_of)
         self._slices = Slices(args, wired, self.schedule, self._objective, self._fixed, self.collectives, self._log)
+        sampling = (wired.streams.evaluation_seed, wired.generator.other_prompts)
+        self._evaluator = Evaluator(args, wired.rollout, self._objective, self._fixed, self.collectives, *sampling)
 
     # Data
 
@@ -250,9 +252,7 @@ class GRPOTrainer(Trainer):
         def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
-        sampling = (self._wired.streams.evaluation_seed, self._wired.generator.other_prompts)
-        evaluator = Evaluator(self.args, self.rollout, self._objective, self._fixed, self.collectives, *sampling)
-        figures, total = evaluator.run(policy, dataloader, self.state, after_batch)
+        figures, total = self._evaluator.run(policy, dataloader, self.state, after_batch)
         values = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self._occasions.evaluated()
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=values, num_samples=total)  # type: ignore[arg-type]
