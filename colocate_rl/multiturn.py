@@ -87,7 +87,7 @@ def check_template(
     if wanted.toolbox is None:
         return
     generation = _generation_config(model, config) if isinstance(model, str) else model.generation_config
-    ends = policies.end_token_ids_of(generation, tokenizer)
+    ends = policies.end_token_ids(generation, tokenizer)
     ToolFormat(tokenizer, wanted.schemas, ends, dictionary(args.chat_template_kwargs))
 
 

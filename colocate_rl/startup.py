@@ -46,7 +46,7 @@ def load(args: GRPOConfig, collectives: Collectives, given: preflight.Given, che
     settings.decide_checkpointing(args, policy, checked.placement, longest)
     if args.gradient_checkpointing and adapters.has_adapter(policy):
         policy.enable_input_require_grads()  # else nothing before the first adapter would ask for a gradient
-    end_token_ids = policies.end_token_ids(policy, checked.tokenizer)
+    end_token_ids = policies.end_token_ids(policy.generation_config, checked.tokenizer)
     pad_token_id = policies.pad_token_id(checked.tokenizer)
     policies.set_pad_token(policy, pad_token_id)
     return Loaded(policy, reference, longest, end_token_ids, pad_token_id)

@@ -155,13 +155,8 @@ def set_pad_token(policy: PreTrainedModel, token_id: int) -> None:
         policy.generation_config.pad_token_id = token_id
 
 
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a completion: the generation config's and the tokenizer's, sorted."""
-    return end_token_ids_of(model.generation_config, tokenizer)
-
-
-def end_token_ids_of(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The same, of a model that is not loaded yet."""
+def end_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation configuration's and the tokenizer's, sorted."""
     configured = getattr(generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return tuple(sorted(int(token) for token in ids if token is not None))
