@@ -8,7 +8,7 @@ in one loop; if anything is unusual, nothing has been changed and vLLM's own ``s
 from collections.abc import Callable
 from typing import Any
 
-from colocate_rl.engine.known import names_of
+from colocate_rl.engine.known import names_of, num_placeholders
 
 
 class Decoding:
@@ -25,7 +25,7 @@ class Decoding:
         self._make_empty: Callable[[], Any] = names["SchedulerOutput"].make_empty
         self._unpaused = names["PauseState"].UNPAUSED
         self._block_size: int = core.scheduler.block_size
-        self._placeholders = int(type(core.scheduler).__name__ == "AsyncScheduler")
+        self._placeholders = num_placeholders(core.scheduler)
         self._most_running: int = getattr(core.scheduler, "max_num_active_reqs", core.scheduler.max_num_running_reqs)
         self._most_tokens = min(
             core.scheduler.max_num_scheduled_tokens, core.scheduler.scheduler_config.max_num_batched_tokens

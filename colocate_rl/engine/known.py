@@ -99,6 +99,11 @@ def _digest(part: Any) -> str:
     return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
 
 
+def num_placeholders(scheduler: Any) -> int:
+    """Tokens of a request that a step only promises: a scheduler that is a step ahead counts one not sampled yet."""
+    return int(type(scheduler).__name__ == "AsyncScheduler")
+
+
 def names_of(scheduler: Any) -> dict[str, Any]:
     """The names that the scheduler's own methods see."""
     names: dict[str, Any] = type(scheduler).update_from_output.__globals__

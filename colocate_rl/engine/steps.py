@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colocate_rl.engine.decoding import Decoding
-from colocate_rl.engine.known import names_of, unread_schedule
+from colocate_rl.engine.known import names_of, num_placeholders, unread_schedule
 from colocate_rl.engine.protocol import Completion, FinishReason
 from colocate_rl.errors import EngineError
 
@@ -76,7 +76,7 @@ class Steps:
         self._manager = core.scheduler.kv_cache_manager
         self._block_size: int = core.scheduler.block_size
         self._running = names_of(core.scheduler)["RequestStatus"].RUNNING
-        self._placeholders = int(type(core.scheduler).__name__ == "AsyncScheduler")
+        self._placeholders = num_placeholders(core.scheduler)
         self._in_flight = False
         self._stale = ""
         self._sequences: dict[str, Unfinished] = {}
