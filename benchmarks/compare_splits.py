@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import timeline
 from benchmarks.planning import Plan, can_be_fitted
-from benchmarks.processes import RunError, child_environment, launch_command, run
+from benchmarks.processes import RunError, child_environment, launch_command, run, visible_devices
 from benchmarks.results import Row, draw, print_results
 from benchmarks.run_ours import MODULE as OURS
 from benchmarks.run_trl import MODULE as TRL
@@ -156,8 +156,7 @@ def hide_devices(count: int) -> dict[str, str]:
 
     if count == torch.cuda.device_count():
         return {}
-    named = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-    return {"CUDA_VISIBLE_DEVICES": ",".join((named or [str(number) for number in range(count)])[:count])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_devices(count))}
 
 
 def figures(result: dict[str, Any], work: Work, num_devices: int) -> dict[str, Any]:

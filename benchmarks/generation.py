@@ -26,9 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import console_of
 from benchmarks.work import SHAPES, shape_config, write_json
 
 WAYS = ("lean", "usual", "LLM.generate")
@@ -221,8 +221,7 @@ def print_rows(rows: list[dict[str, Any]], title: str) -> None:
             speeds.add_row(row["case"], way, f"{spent:.3f}", f"{speed:,.0f}", f"{pace:.2f}", f"{ratio:.2f}")
         for way, times in row["parts_ms"].items():
             parts.add_row(row["case"], way, *(f"{times[part]:.2f}" for part in (*PARTS, "other", "step")))
-    console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = console_of(120)
     console.print(speeds)
     console.print(parts)
     for row in rows:

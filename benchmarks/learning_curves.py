@@ -35,8 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.processes import REPOSITORY, RunError, child_environment, last_error
-from benchmarks.run_trl import visible_devices
+from benchmarks.processes import REPOSITORY, RunError, child_environment, last_error, visible_devices
 from benchmarks.work import write_json
 from benchmarks.worker import versions
 from examples.addition.demo import QUIET, Layout, launch_command

@@ -23,10 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.results import console_of
 from benchmarks.work import write_json
 from colocate_rl.rollout.records import RolloutBatch
 from colocate_rl.training.logprobs import completion_statistics
@@ -195,8 +195,7 @@ def print_points(points: list[Point], title: str) -> None:
         seconds = "-" if point.seconds is None else f"{1000 * point.seconds:.0f} ms"
         cells = [f"{point.tokens:,}", f"{point.vocab:,}", label(point), mib(point.peak_mib), ratio]
         table.add_row(*cells, *([seconds] * timed))
-    console = Console()
-    (console if console.is_terminal else Console(width=110)).print(table)
+    console_of(110).print(table)
 
 
 def draw(points: list[Point], path: Path, title: str) -> None:

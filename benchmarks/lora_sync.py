@@ -11,10 +11,10 @@ import statistics
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.processes import RunError
+from benchmarks.results import console_of
 from benchmarks.work import shape_config
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -52,11 +52,20 @@ def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[in
     """Sync and generation one way, in an engine built for it."""
     import torch
 
-    from benchmarks.weight_sync import timed
+    from benchmarks.weight_sync import build_engine, timed
     from colocate_rl.engine.spec import LoraSpec
     from colocate_rl.senders import LoraSender
 
-    engine = build_engine(config, devices[1], LoraSpec(rank, TARGETS) if way == "adapter" else None, eager)
+    engine = build_engine(
+        config,
+        devices[1],
+        max_model_length=PROMPT_TOKENS + NEW_TOKENS,
+        max_num_seqs=PROMPTS,
+        gpu_memory_utilization=0.4,
+        enforce_eager=eager,
+        kv_cache_bytes=4 << 30,
+        lora=LoraSpec(rank, TARGETS) if way == "adapter" else None,
+    )
     sender = LoraSender(policy, torch.bfloat16, merged=way == "merged")
     found: dict[str, Any] = {f"first_{way}_s": timed(lambda: sender.send(engine), devices)}
     times = [timed(lambda: sender.send(engine), devices) for _ in range(20 if way == "adapter" else 5)]
@@ -74,29 +83,6 @@ def measure_way(way: str, policy: Any, config: Any, rank: int, devices: tuple[in
         found["whole_s"] = statistics.median(whole)
     engine.close()
     return found
-
-
-def build_engine(config: Any, device: int, lora: Any, eager: bool) -> Any:
-    """An engine as a run builds it, with a small cache."""
-    from colocate_rl.engine.spec import EngineSpec
-    from colocate_rl.engine.vllm_engine import VllmEngine
-    from colocate_rl.engines import checkpoint_shapes
-
-    return VllmEngine(
-        EngineSpec(
-            model_config=config,
-            checkpoint=checkpoint_shapes(config, trust_remote_code=False),
-            dtype="bfloat16",
-            device=device,
-            seed=0,
-            max_model_length=PROMPT_TOKENS + NEW_TOKENS,
-            max_num_seqs=PROMPTS,
-            gpu_memory_utilization=0.4,
-            enforce_eager=eager,
-            kv_cache_bytes=4 << 30,
-            lora=lora,
-        )
-    )
 
 
 def tokens_per_second(engine: Any) -> float:
@@ -151,5 +137,4 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             *(f"{row[f'generate_{way}_tokens_per_s'] / 1000:.1f}" for way in ("adapter", "merged")),
             "-" if row["break_even_tokens"] is None else f"{row['break_even_tokens']:.0f} tokens",
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=140)).print(table)
+    console_of(140).print(table)

@@ -41,6 +41,15 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **changes}
 
 
+def visible_devices(count: int) -> list[str]:
+    """Names of the first ``count`` visible GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    named = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    devices = named or [str(number) for number in range(count)]
+    if len(devices) < count:
+        raise RunError(f"{count} GPUs are asked for, but CUDA_VISIBLE_DEVICES names {len(devices)}.")
+    return devices[:count]
+
+
 def free_port() -> int:
     """A TCP port that is free now."""
     with socket.socket() as probe:

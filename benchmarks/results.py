@@ -15,6 +15,12 @@ PHASES = {"generate_s": "generate", "score_s": "score", "train_s": "train", "syn
 COLOURS = {"generate_s": "#4477AA", "score_s": "#CCBB44", "train_s": "#228833", "sync_s": "#EE6677"}
 
 
+def console_of(width: int) -> Console:
+    """Where tables are printed: of the terminal's width, and of ``width`` where the output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
 def number(row: Row, name: str, form: str) -> str:
     """A figure of a row, or a dash where there is none."""
     value = row.get(name)
@@ -105,9 +111,7 @@ def make_table(rows: Sequence[Row], caption: str) -> Table:
 
 def print_results(rows: Sequence[Row], caption: str, sentences: Sequence[str]) -> None:
     """Prints the table, what failed and why, and the advice."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(100, 36 + 26 * len(rows)))
+    console = console_of(max(100, 36 + 26 * len(rows)))
     console.print(make_table(rows, caption))
     errors = [row["error"] for row in rows if row["error"] is not None]
     for place, message in enumerate(errors):

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.processes import MemoryWatch
 from benchmarks.work import Work, even_ids, make_dataset
-from benchmarks.worker import errors_into, joined_memory, own_memory, versions, write_result
+from benchmarks.worker import errors_into, joined_memory, own_memory, shared_settings, versions, write_result
 
 MODULE = "benchmarks.run_ours"
 NAMES = {
@@ -44,30 +44,13 @@ def parse() -> argparse.Namespace:
 
 def settings(arguments: argparse.Namespace, work: Work, num_ranks: int, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of ``GRPOConfig`` for this work and split."""
-    rows, micro_batches = work.rows(num_ranks)
     return {
-        "output_dir": str(arguments.output / "run"),
+        **shared_settings(work, arguments.output, num_ranks),
         "num_vllm_gpus": arguments.num_vllm_gpus,
         "vllm_devices": arguments.vllm_devices,
         "vllm_gpu_memory_utilization": arguments.vllm_memory,
-        "vllm_max_model_length": work.window,
-        "num_generations": work.generations,
-        "max_completion_length": work.new_tokens,
-        "generation_kwargs": work.sampling(),
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_checkpointing": work.gradient_checkpointing,
-        "model_init_kwargs": {"dtype": work.dtype},
         "bf16": on_gpu,
-        "max_steps": work.steps,
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
         "log_timeline": True,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": work.seed,
         **json.loads(arguments.settings),
     }
 

@@ -28,9 +28,18 @@ from benchmarks.processes import (
     launch_command,
     run,
     started,
+    visible_devices,
 )
 from benchmarks.work import Work, even_ids, make_dataset
-from benchmarks.worker import errors_into, first_error, joined_memory, own_memory, versions, write_result
+from benchmarks.worker import (
+    errors_into,
+    first_error,
+    joined_memory,
+    own_memory,
+    shared_settings,
+    versions,
+    write_result,
+)
 
 MODULE = "benchmarks.run_trl"
 HOST = "127.0.0.1"
@@ -68,15 +77,6 @@ def check_installed() -> None:
             f"The peer needs {', '.join(missing)}, which {sys.executable} cannot import. Install trl[vllm]==1.16.0, or "
             "leave out --peer."
         )
-
-
-def visible_devices(count: int) -> list[str]:
-    """Names of the first ``count`` visible GPUs, as CUDA_VISIBLE_DEVICES takes them."""
-    named = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    devices = named or [str(number) for number in range(count)]
-    if len(devices) < count:
-        raise RunError(f"{count} GPUs are asked for, but CUDA_VISIBLE_DEVICES names {len(devices)}.")
-    return devices[:count]
 
 
 def server_command(model: Path, work: Work, port: int, memory: float) -> list[str]:
@@ -154,33 +154,16 @@ def train(arguments: argparse.Namespace, devices: list[str], more: list[str]) ->
 
 def settings(arguments: argparse.Namespace, work: Work, num_ranks: int) -> dict[str, Any]:
     """Keyword arguments of ``trl.GRPOConfig`` for this work."""
-    rows, micro_batches = work.rows(num_ranks)
     engine: dict[str, Any] = {"vllm_mode": arguments.mode}
     if arguments.mode == "server":
         engine |= {"vllm_server_host": HOST, "vllm_server_port": arguments.server_port, "vllm_group_port": free_port()}
     else:
         engine |= {"vllm_gpu_memory_utilization": arguments.vllm_memory or 0.3}
     return {
-        "output_dir": str(arguments.output / "run"),
+        **shared_settings(work, arguments.output, num_ranks),
         "use_vllm": True,
         **engine,
-        "vllm_max_model_length": work.window,
-        "num_generations": work.generations,
-        "max_completion_length": work.new_tokens,
-        "generation_kwargs": work.sampling(),
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_checkpointing": work.gradient_checkpointing,
-        "model_init_kwargs": {"dtype": work.dtype},
         "bf16": True,
-        "max_steps": work.steps,
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": work.seed,
         **json.loads(arguments.settings),
     }
 

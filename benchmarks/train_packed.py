@@ -24,10 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.results import console_of
 from benchmarks.work import SHAPES, shape_config, write_json
 from colocate_rl.engine.protocol import Completion
 from colocate_rl.metrics import MetricBuffer
@@ -254,8 +254,7 @@ def print_results(results: list[Result], title: str, tokens: int) -> None:
             "-" if result.peak_gib is None else f"{result.peak_gib:.1f} GiB",
             f"{result.loss:.6f}",
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+    console_of(120).print(table)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -22,11 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import lora_sync
 from benchmarks.processes import RunError, child_environment, run
+from benchmarks.results import console_of
 from benchmarks.work import SHAPES, shape_config, write_json
 
 DTYPES = ("bfloat16", "float32")
@@ -50,12 +50,13 @@ def repeated(action: Callable[[], object], devices: tuple[int, ...], count: int)
     return statistics.median(timed(action, devices) for _ in range(count))
 
 
-def build_engine(config: Any, device: int) -> Any:
-    """One engine with dummy weights and a small cache."""
+def build_engine(config: Any, device: int, **changes: Any) -> Any:
+    """One engine with dummy weights and a small cache; ``changes`` are further fields of ``EngineSpec``."""
     from colocate_rl.engine.spec import EngineSpec
     from colocate_rl.engine.vllm_engine import VllmEngine
     from colocate_rl.engines import checkpoint_shapes
 
+    sizes = {"max_model_length": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "enforce_eager": True}
     return VllmEngine(
         EngineSpec(
             model_config=config,
@@ -63,10 +64,7 @@ def build_engine(config: Any, device: int) -> Any:
             dtype="bfloat16",
             device=device,
             seed=0,
-            max_model_length=512,
-            max_num_seqs=16,
-            gpu_memory_utilization=0.3,
-            enforce_eager=True,
+            **{**sizes, **changes},
         )
     )
 
@@ -178,8 +176,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             *(cell(row, way) for way in ("ours", "vllm", "flat")),
             f"{100 * row['ours_share']:.0f} %",
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+    console_of(120).print(table)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

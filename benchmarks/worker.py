@@ -9,11 +9,35 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.work import write_json
+from benchmarks.work import Work, write_json
 
 GIB = 1 << 30
 RESULT = "result.json"
 TIMES = ("step_s", "generate_s", "score_s", "train_s", "sync_s")
+
+
+def shared_settings(work: Work, output: Path, num_ranks: int) -> dict[str, Any]:
+    """Settings of ``GRPOConfig`` that both systems get for this work."""
+    rows, micro_batches = work.rows(num_ranks)
+    return {
+        "output_dir": str(output / "run"),
+        "vllm_max_model_length": work.window,
+        "num_generations": work.generations,
+        "max_completion_length": work.new_tokens,
+        "generation_kwargs": work.sampling(),
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_checkpointing": work.gradient_checkpointing,
+        "model_init_kwargs": {"dtype": work.dtype},
+        "max_steps": work.steps,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": work.seed,
+    }
 
 
 def versions() -> dict[str, str]:
