@@ -7,7 +7,6 @@ traceback, and a child that dies or goes silent ends the rank's call.
 
 import atexit
 import contextlib
-import os
 import secrets
 import subprocess
 import sys
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 
-from colocate_rl.engine.child import KEY_VARIABLE, PARENT_VARIABLE, Failure
+from colocate_rl.engine.child import KEY_VARIABLE, Failure
 from colocate_rl.engine.protocol import AdapterLayer, Completion, Request, SamplingSpec, Span, Work
 from colocate_rl.engine.shared_weights import SharedWeights
 from colocate_rl.errors import EngineError, WeightSyncError
+from colocate_rl.lifeline import child_environment
 
 SILENCE_S = 45.0
 """Seconds without a sign of life after which a child counts as hanging."""
@@ -66,12 +66,7 @@ class BackgroundEngine:
 
     def _start(self) -> "tuple[subprocess.Popen[bytes], Connection[Any, Any]]":
         address, key = str(Path(self._folder.name) / "pipe"), secrets.token_bytes(32)
-        environment = {
-            **os.environ,
-            KEY_VARIABLE: key.hex(),
-            PARENT_VARIABLE: str(os.getpid()),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        environment = {**child_environment(), KEY_VARIABLE: key.hex()}
         with Listener(address, family="AF_UNIX", authkey=key) as listener:
             process = subprocess.Popen([sys.executable, "-m", "colocate_rl.engine.child", address], env=environment)
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]  # the public accept() waits for ever

@@ -7,7 +7,6 @@ the kernel kills it when the parent goes (Linux), and a closed pipe ends it ever
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from colocate_rl.lifeline import die_with_parent
+from colocate_rl.lifeline import follow_rank
 
 KEY_VARIABLE = "COLOCATE_RL_ENGINE_KEY"
-PARENT_VARIABLE = "COLOCATE_RL_ENGINE_PARENT"
 BEAT_S = 1.0
 """Seconds between two signs of life."""
 
@@ -36,10 +34,9 @@ class Failure:
 
 def main() -> None:
     """Connects to the rank and serves until it says close or goes away."""
-    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    follow_rank()
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
     pipe = Client(sys.argv[1], family="AF_UNIX", authkey=key)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when a run is interrupted
     try:
         Server(pipe).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):

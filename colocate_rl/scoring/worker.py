@@ -6,7 +6,6 @@ itself. It dies with its rank: the kernel kills it when the parent goes (Linux),
 
 import os
 import pickle
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,9 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from colocate_rl.lifeline import die_with_parent
-
-PARENT_VARIABLE = "COLOCATE_RL_REWARD_PARENT"
+from colocate_rl.lifeline import follow_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,7 @@ class CallFailure:
 
 def main() -> None:
     """Serves the rank until the pipe closes."""
-    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when a run is interrupted
+    follow_rank()
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
         serve(pipe)

@@ -7,7 +7,6 @@ functions reach them by cloudpickle, so that those defined in a script or a note
 
 import concurrent.futures
 import contextlib
-import os
 import pickle
 import queue
 import signal
@@ -22,8 +21,9 @@ import cloudpickle
 import psutil
 
 from colocate_rl.errors import ConfigError, RewardError
+from colocate_rl.lifeline import child_environment
 from colocate_rl.scoring.contract import RewardFunction
-from colocate_rl.scoring.worker import PARENT_VARIABLE, Answer, CallFailure
+from colocate_rl.scoring.worker import Answer, CallFailure
 
 START_S = 120.0
 """Seconds a worker may take to start and import what the functions need."""
@@ -70,12 +70,7 @@ class _Worker:
             RewardError: when it does not come up, or cannot take a function.
         """
         mine, theirs = Pipe()
-        environment = {
-            "OMP_NUM_THREADS": "1",  # there are many workers
-            **os.environ,
-            PARENT_VARIABLE: str(os.getpid()),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        environment = {"OMP_NUM_THREADS": "1", **child_environment()}  # one thread each: there are many workers
         command = [sys.executable, "-m", "colocate_rl.scoring.worker", str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._pipe = mine
