@@ -1,6 +1,7 @@
 """One rollout, from rows of the data set to a batch ready for the loss: encode, generate, score, compare."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -273,13 +274,9 @@ class Rollout:
 
     def _encode(self, rows: Sequence[Row]) -> list[Prompt]:
         """This rank's distinct prompts, each tokenised once."""
-        copies: dict[int, int] = {}
-        first: dict[int, Row] = {}
-        for row in rows:
-            index = row[PROMPT_INDEX]
-            copies[index] = copies.get(index, 0) + 1
-            first.setdefault(index, row)
-        return [Prompt(index, self.codec.encode(first[index]["prompt"]), count) for index, count in copies.items()]
+        copies = Counter(row[PROMPT_INDEX] for row in rows)
+        prompts = {row[PROMPT_INDEX]: row["prompt"] for row in reversed(rows)}  # the first copy speaks for all
+        return [Prompt(index, self.codec.encode(prompts[index]), count) for index, count in copies.items()]
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         if not self.settings.pass_columns or not rows:
