@@ -92,6 +92,24 @@ class PendingScores(Protocol):
         ...
 
 
+class OnDemand:
+    """An answer that is made in the rank when it is asked for.
+
+    Args:
+        make: the answer.
+    """
+
+    def __init__(self, make: Callable[[], Scores]) -> None:
+        self._make = make
+
+    def result(self) -> Scores:
+        """See :class:`PendingScores`."""
+        return self._make()
+
+    def cancel(self) -> None:
+        """It has not begun, or is over."""
+
+
 class RewardSource(Protocol):
     """Something that gives completions a number each."""
 

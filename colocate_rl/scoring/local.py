@@ -10,6 +10,7 @@ from typing import Any
 
 from colocate_rl.errors import RewardError
 from colocate_rl.scoring.contract import (
+    OnDemand,
     RewardFunction,
     RewardOptions,
     RewardRequest,
@@ -35,25 +36,16 @@ class FunctionSource:
 
     in_background = False
 
-    def begin(self, request: RewardRequest) -> "_Call":
+    def begin(self, request: RewardRequest) -> OnDemand:
         """See :class:`colocate_rl.scoring.contract.RewardSource`."""
-        return _Call(self.name, self._function, self._options, request)
+        return OnDemand(functools.partial(self._score, request))
 
-
-class _Call:
-    def __init__(self, name: str, function: RewardFunction, options: RewardOptions, request: RewardRequest) -> None:
-        self._name, self._function, self._options, self._request = name, function, options, request
-
-    def result(self) -> Scores:
-        num_rows = len(self._request)
+    def _score(self, request: RewardRequest) -> Scores:
         try:
-            values = self._function(**self._request.arguments())
+            values = self._function(**request.arguments())
         except Exception as error:
-            return failed(self._name, error, self._options, num_rows)
-        return Scores(checked_values(self._name, values, num_rows))
-
-    def cancel(self) -> None:
-        """It has not begun, or is over."""
+            return failed(self.name, error, self._options, len(request))
+        return Scores(checked_values(self.name, values, len(request)))
 
 
 def failed(name: str, error: Exception, options: RewardOptions, num_rows: int) -> Scores:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from colocate_rl.errors import ConfigError, RewardError
 from colocate_rl.paths import local_or_hub
-from colocate_rl.scoring.contract import RewardRequest, Scores
+from colocate_rl.scoring.contract import OnDemand, RewardRequest, Scores
 
 MAX_BATCH_TOKENS = 16_384
 """Most tokens, padding included, in one forward pass of a reward model; a longer row passes alone."""
@@ -113,9 +113,9 @@ class ModelSource:
 
     in_background = False
 
-    def begin(self, request: RewardRequest) -> "_Pass":
+    def begin(self, request: RewardRequest) -> OnDemand:
         """See :class:`colocate_rl.scoring.contract.RewardSource`."""
-        return _Pass(self, request)
+        return OnDemand(lambda: Scores(self.score(request)))
 
     @torch.no_grad()
     def score(self, request: RewardRequest) -> list[float]:
@@ -145,17 +145,6 @@ class ModelSource:
             return prompt + str(completion)
         kwargs = dict(self._options.chat_template_kwargs or {})
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **kwargs))
-
-
-class _Pass:
-    def __init__(self, source: ModelSource, request: RewardRequest) -> None:
-        self._source, self._request = source, request
-
-    def result(self) -> Scores:
-        return Scores(self._source.score(self._request))
-
-    def cancel(self) -> None:
-        """It has not begun, or is over."""
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
