@@ -15,7 +15,7 @@ def plot_run(records: Sequence[Record], path: str | Path) -> None:
     """Draws reward, held-out reward and where the time of each step went.
 
     Args:
-        records: of :func:`load_metrics`.
+        records: of :func:`colocate_rl.report.load_metrics`.
         path: of the PNG to write; its folder is made if missing.
     """
     from matplotlib.figure import Figure
