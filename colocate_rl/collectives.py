@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colocate_rl.errors import PeerError
+from colocate_rl.errors import PeerError, mark_only_here
 
 LET_GO_S = 0.2
 """Seconds that gloo's threads get to let go of a run's last collective; on an idle core they need microseconds."""
@@ -109,7 +109,7 @@ class Collectives:
         if isinstance(error, PeerError):
             raise error  # an inner block has already agreed on the cause
         if error is not None and self.rank == ranks[0]:
-            setattr(error, "only_here", True)  # noqa: B010  # the others stay silent: a command line may show this
+            mark_only_here(error)  # a command line may show it
             raise error
         _silence_peer_errors()
         raise PeerError(

@@ -35,3 +35,13 @@ class WeightSyncError(EngineError):
 
 class PeerError(ColocateError, RuntimeError):
     """Raised on the healthy ranks when another rank failed; that rank shows the traceback."""
+
+
+def mark_only_here(error: BaseException) -> None:
+    """Notes that the ranks have agreed to let only this one raise ``error``; the others stay silent."""
+    setattr(error, "_only_here", True)  # noqa: B010  # any error may be marked, and none declares this
+
+
+def is_only_here(error: BaseException) -> bool:
+    """Whether :func:`mark_only_here` has been called."""
+    return bool(getattr(error, "_only_here", False))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
 from colocate_rl import peft_flags, trl_only
-from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError
+from colocate_rl.errors import ColocateError, ConfigError, DataError, PeerError, is_only_here
 from colocate_rl.lifeline import follow_launcher
 from colocate_rl.options import SECTIONS, dictionary, option_fields
 from colocate_rl.paths import FILE_FORMATS, looks_like_path
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ensure_ranks("colocate_rl.grpo", given)
         _train(script, rest)
     except (ConfigError, DataError) as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 or _shown_by_one_rank(error):
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 or is_only_here(error):
             print(f"colocate_rl: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except PeerError as error:
@@ -157,24 +157,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
 
 
-def _shown_by_one_rank(error: ColocateError) -> bool:
-    """True for an error that the ranks agreed to let only this rank raise."""
-    return bool(getattr(error, "only_here", False))
-
-
 def _check_cheaply(script: argparse.Namespace) -> None:
     for name in ("model", "dataset"):
         if not getattr(script, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is missing. See --help for all of them.")
+            raise ConfigError(f"--{name} is missing. See --help for all of them.")
     peft_flags.check_flags(script)
     if not (script.reward_funcs or script.reward_model):
         raise ConfigError("--reward-funcs is missing, and so is --reward-model. See --help for all of them.")
-    _check_local(script.model, "Model folder", "--model")
-    if script.reward_model:
-        _check_local(script.reward_model, "Reward model folder", "--reward-model")
-    for flag in ("dataset", "eval_dataset"):
+    for flag, what in (
+        ("model", "Model folder"),
+        ("reward_model", "Reward model folder"),
+        ("dataset", "Data set"),
+        ("eval_dataset", "Data set"),
+    ):
         if getattr(script, flag):
-            _check_local(getattr(script, flag), "Data set", "--" + flag.replace("_", "-"))
+            _check_local(getattr(script, flag), what, "--" + flag.replace("_", "-"))
 
 
 def _check_local(name: str, what: str, flag: str) -> None:

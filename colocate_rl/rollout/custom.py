@@ -8,7 +8,7 @@ from typing import Any
 
 from colocate_rl.collectives import Collectives
 from colocate_rl.engine.protocol import Completion, SamplingSpec
-from colocate_rl.errors import ConfigError, PeerError, RolloutError
+from colocate_rl.errors import ConfigError, PeerError, RolloutError, is_only_here
 from colocate_rl.rollout.generate import Generator
 from colocate_rl.rollout.prompts import PromptCodec
 from colocate_rl.rollout.records import EngineStats, Prompt
@@ -175,7 +175,7 @@ class CustomRollout:
         try:
             output = self._function([copy.deepcopy(row["prompt"]) for row in rows], self._trainer)
         except (Exception, SystemExit) as caught:
-            if isinstance(caught, PeerError) or getattr(caught, "only_here", False):
+            if isinstance(caught, PeerError) or is_only_here(caught):
                 raise  # all ranks have agreed on it inside a call of ours
             error = caught
         agree(self._collectives, "return from rollout_func", error)
