@@ -1,11 +1,6 @@
 """Two real ranks with real engines: tools and rollout functions, and the policy as its own engine."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +8,7 @@ import torch
 
 from tests.engine.dialogue_ranks import CALL, LIMIT, WINDOW
 from tests.tiny import chat_tokenizer, tiny_model
+from tests.torchrun import run_two_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -22,18 +18,7 @@ TOKENIZER = chat_tokenizer()
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    out = tmp_path_factory.mktemp("dialogue_ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.engine.dialogue_ranks", str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return run_two_ranks("tests.engine.dialogue_ranks", tmp_path_factory.mktemp("dialogue_ranks"), OMP_NUM_THREADS="1")
 
 
 def rows_of(ranks: Results, scenario: str, number: int = 0) -> list[list[Any]]:

@@ -1,10 +1,5 @@
 """Two real ranks with real engines: K=1, K=2 and one engine of two shards agree, and a longer run stays exact."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +7,7 @@ import torch
 
 from tests.engine.conftest import policy_logprobs, prompts
 from tests.tiny import tiny_model
+from tests.torchrun import run_two_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
@@ -20,18 +16,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    out = tmp_path_factory.mktemp("two_ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.engine.two_ranks", str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return run_two_ranks("tests.engine.two_ranks", tmp_path_factory.mktemp("two_ranks"), OMP_NUM_THREADS="1")
 
 
 def rollout(ranks: Results, scenario: str, number: int) -> list[list[int]]:

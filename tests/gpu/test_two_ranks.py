@@ -1,31 +1,18 @@
 """Two NCCL ranks with DistributedDataParallel, K=2 and then one engine of two shards, on each other's GPU."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gpu.conftest import needs_two_gpus
+from tests.torchrun import run_two_ranks
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("two_ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.gpu.two_ranks", str(out)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return run_two_ranks("tests.gpu.two_ranks", tmp_path_factory.mktemp("two_ranks"), timeout_s=580)
 
 
 @pytest.mark.parametrize("mode", ["K=2", "t=2"])
