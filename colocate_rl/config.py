@@ -1,11 +1,11 @@
 """`GRPOConfig`: `transformers.TrainingArguments` plus the settings of :mod:`colocate_rl.options`, checked."""
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_liger_kernel_available
@@ -108,7 +108,7 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _check_sharding(self) -> None:
         """To be called first: transformers would look for packages that these need."""
-        by_launcher = [n for n in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if _is_true(os.environ.get(n))]
+        by_launcher = any(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")))
         if self.deepspeed or self.fsdp or by_launcher:
             raise ConfigError(
                 "DeepSpeed and FSDP are not supported yet: weight sync needs the whole policy on each host rank. "
@@ -268,7 +268,3 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
         """Different prompts of a generation batch, over all ranks."""
         assert self.generation_batch_size is not None
         return self.generation_batch_size // self.num_generations
-
-
-def _is_true(value: str | None) -> bool:
-    return value is not None and value.lower() in ("1", "true", "yes", "y", "on")
