@@ -172,14 +172,12 @@ def llm_arguments(spec: EngineSpec, folder: str, tokenizer: str | None) -> dict[
     if spec.device is not None:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-        arguments["device_ids"] = [spec.device]
+        arguments["device_ids"] = list(spec.shard_devices) if spec.tensor_parallel_size > 1 else [spec.device]
         if not spec.enforce_eager and not GRAPH_ARGUMENTS & spec.extra.keys():
             arguments["cudagraph_capture_sizes"] = graph_sizes(spec.max_num_seqs)
     if spec.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = spec.tensor_parallel_size
         arguments["distributed_executor_backend"] = "external_launcher"
-        if spec.device is not None:
-            arguments["device_ids"] = list(spec.shard_devices)
     if spec.lora is not None:
         arguments["enable_lora"] = True
         arguments["max_loras"] = 1
