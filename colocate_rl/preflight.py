@@ -21,7 +21,7 @@ from colocate_rl.rollout.custom import RolloutFunction
 from colocate_rl.rollout.prompts import PromptCodec, check_prompt_length
 from colocate_rl.rollout.rewards import Reward, Rewards
 from colocate_rl.rollout.tools import Tool
-from colocate_rl.scoring.contract import HELPERS, RewardOptions
+from colocate_rl.scoring.contract import HELPERS, RewardOptions, passed_columns
 from colocate_rl.scoring.models import ModelOptions
 from colocate_rl.training import adapters
 from colocate_rl.training import policy as policies
@@ -203,7 +203,7 @@ def _check_reward_arguments(args: GRPOConfig, rewards: Rewards, given: Given) ->
         return  # it may add columns
     assert given.train_dataset is not None
     columns = [] if args.remove_unused_columns else column_names(given.train_dataset)
-    rewards.check_arguments([name for name in columns if name != "prompt"])
+    rewards.check_arguments(passed_columns(columns))
 
 
 def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:

@@ -22,6 +22,7 @@ from colocate_rl.rollout.rewardlog import extra_logger, metric_logger
 from colocate_rl.rollout.rewards import Rewards
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from colocate_rl.rollout.stages import Answered, Asked, Rated, Row, Scored, numbered_copies
+from colocate_rl.scoring.contract import passed_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +282,8 @@ class Rollout:
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         if not self.settings.pass_columns or not rows:
             return {}
-        names = [name for name in rows[0] if name not in ("prompt", PROMPT_INDEX, "completion", "completion_ids")]
-        return {name: [row[name] for row in rows] for name in names}
+        names = passed_columns(rows[0])
+        return {name: [row[name] for row in rows] for name in names if name != PROMPT_INDEX}
 
     def _compare(self, answered: Answered, rewards: torch.Tensor) -> Compared:
         """Advantages of all ranks' rows, from all ranks' rewards."""

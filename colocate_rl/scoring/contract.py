@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,11 @@ class RewardOptions:
 
 HELPERS = ("trainer_state", "log_extra", "log_metric")
 """What a reward function is given beside lists with one entry per completion."""
+
+
+def passed_columns(names: Iterable[str]) -> list[str]:
+    """Columns of a data set that reward functions get: as in TRL, none whose name is taken by what is sampled."""
+    return [name for name in names if name not in ("prompt", "completion", "completion_ids")]
 
 
 @dataclass(frozen=True, slots=True)

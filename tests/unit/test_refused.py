@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,27 @@ def test_a_reward_function_that_cannot_be_called(
     given = Given(model=str(tmp_path / "model"), reward_funcs=function, train_dataset=rows)
     with pytest.raises(ConfigError, match=words):
         check_run(args, Collectives(torch.device("cpu")), given)
+
+
+def without_the_rest(
+    prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, log_extra: Any, log_metric: Any
+) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def of_column(completion: list[str], **kwargs: Any) -> list[float]:
+    return [0.0 for _ in completion]
+
+
+def test_columns_that_no_reward_function_is_given(tmp_path: Path) -> None:
+    """A data set made for fine-tuning has a column of completions, which is not passed on, as in TRL."""
+    save_tiny(tmp_path / "model")
+    rows = datasets.Dataset.from_dict({"prompt": ["1+1=", "1+2="], "completion": ["2", "3"]})
+    args = GRPOConfig(str(tmp_path / "out"), per_device_train_batch_size=2, num_generations=2, max_completion_length=4)
+    given = Given(model=str(tmp_path / "model"), reward_funcs=without_the_rest, train_dataset=rows)
+    check_run(args, Collectives(torch.device("cpu")), given)
+    with pytest.raises(ConfigError, match="missing a required argument: 'completion'"):
+        check_run(args, Collectives(torch.device("cpu")), replace(given, reward_funcs=of_column))
 
 
 def test_one_process_where_several_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
