@@ -81,10 +81,11 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     if train_dataset is None:
         raise DataError("train_dataset is required.")
     _check_train_dataset(args, train_dataset)
-    _check_reward_arguments(args, rewards, given)
+    _check_reward_arguments(args, rewards, given, "train_dataset", train_dataset)
     _check_output_dir(args)
     for name, rows in eval_sets(given.eval_dataset).items():
-        check_dataset(name, rows)
+        check_dataset(args, name, rows)
+        _check_reward_arguments(args, rewards, given, name, rows)
     config = _config(args, model)
     _check_router(args, config)
     tokenizer = _tokenizer(args, given, config)
@@ -198,12 +199,9 @@ def make_rewards(
     )
 
 
-def _check_reward_arguments(args: GRPOConfig, rewards: Rewards, given: Given) -> None:
-    if given.rollout_func is not None:
-        return  # it may add columns
-    assert given.train_dataset is not None
-    columns = [] if args.remove_unused_columns else column_names(given.train_dataset)
-    rewards.check_arguments(passed_columns(columns))
+def _check_reward_arguments(args: GRPOConfig, rewards: Rewards, given: Given, name: str, rows: Rows) -> None:
+    if given.rollout_func is None:  # it may add columns
+        rewards.check_arguments([] if args.remove_unused_columns else passed_columns(column_names(rows)), name)
 
 
 def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:
@@ -216,21 +214,24 @@ def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:
 
 
 def _check_train_dataset(args: GRPOConfig, rows: Rows) -> None:
-    check_dataset("train_dataset", rows)
-    if not args.remove_unused_columns:
-        _check_columns(rows)
+    check_dataset(args, "train_dataset", rows)
     if isinstance(rows, datasets.IterableDataset):
         _check_stream(args)
     else:
         _check_enough_prompts(args, rows)
 
 
-def check_dataset(name: str, rows: Any) -> None:
+def check_dataset(args: GRPOConfig, name: str, rows: Any) -> None:
     """Refuses anything but a data set, streaming or not, with a ``prompt`` column and at least one row.
+
+    Args:
+        args: the run's configuration.
+        name: of the data set, for messages.
+        rows: the data set.
 
     Raises:
         TypeError: for another type of data set.
-        DataError: for a missing column or an empty set.
+        DataError: for a missing column, an empty set, or columns that stand for something else.
     """
     if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
         raise TypeError(
@@ -247,6 +248,12 @@ def check_dataset(name: str, rows: Any) -> None:
         )
     if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows.")
+    taken = [column for column in columns if column in ("prompts", "completions", *HELPERS)]
+    if taken and not args.remove_unused_columns:
+        raise DataError(
+            f"{name} has column(s) {', '.join(taken)}, which are names of arguments that reward functions get anyway. "
+            "Rename them, or set remove_unused_columns=True."
+        )
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -269,16 +276,6 @@ def _check_stream(args: GRPOConfig) -> None:
         )
     if args.dataloader_num_workers:
         logger.warning("dataloader_num_workers=%d: a stream is read in the rank itself.", args.dataloader_num_workers)
-
-
-def _check_columns(rows: Rows) -> None:
-    names = column_names(rows)
-    taken = [name for name in names if name in ("prompts", "completions", *HELPERS)]
-    if taken:
-        raise DataError(
-            f"train_dataset has column(s) {', '.join(taken)}, which are names of arguments that reward functions get "
-            "anyway. Rename them, or set remove_unused_columns=True."
-        )
 
 
 def _check_enough_prompts(args: GRPOConfig, rows: datasets.Dataset) -> None:

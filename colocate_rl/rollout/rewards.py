@@ -69,11 +69,12 @@ class Rewards:
         self._closed = False
         self._sources = self._make_sources(processing_classes, model_options or ModelOptions({}))
 
-    def check_arguments(self, columns: Sequence[str]) -> None:
+    def check_arguments(self, columns: Sequence[str], rows: str) -> None:
         """Looks, before anything is sampled, whether every function can be called with what it will be given.
 
         Args:
             columns: of the data set, as far as reward functions get them.
+            rows: names the data set in the message.
 
         Raises:
             ConfigError: for the first one that cannot.
@@ -90,8 +91,8 @@ class Rewards:
                 signature.bind(**dict.fromkeys(given))
             except TypeError as error:
                 raise ConfigError(
-                    f"Reward function {name!r} cannot be called: {error}. It is given {', '.join(given)}. Name its "
-                    "parameters like the data set's columns, and let **kwargs take the rest."
+                    f"Reward function {name!r} cannot be called: {error}. For {rows} it is given {', '.join(given)}. "
+                    "Name its parameters like the data set's columns, and let **kwargs take the rest."
                 ) from None
 
     def _make_sources(

@@ -236,10 +236,10 @@ def test_a_reward_function_that_cannot_be_called(
     rewards = make_rewards(args, function, None)
     columns = [] if args.remove_unused_columns else ["answer"]
     if words is None:
-        rewards.check_arguments(columns)
+        rewards.check_arguments(columns, "train_dataset")
         return
     with pytest.raises(ConfigError, match=r"Reward function '.*' cannot be called: .*completions, completion_ids"):
-        rewards.check_arguments(columns)
+        rewards.check_arguments(columns, "train_dataset")
     save_tiny(tmp_path / "model")
     given = Given(model=str(tmp_path / "model"), reward_funcs=function, train_dataset=rows)
     with pytest.raises(ConfigError, match=words):
@@ -265,6 +265,21 @@ def test_columns_that_no_reward_function_is_given(tmp_path: Path) -> None:
     check_run(args, Collectives(torch.device("cpu")), given)
     with pytest.raises(ConfigError, match="missing a required argument: 'completion'"):
         check_run(args, Collectives(torch.device("cpu")), replace(given, reward_funcs=of_column))
+
+
+def test_evaluation_sets_need_the_columns_too(tmp_path: Path) -> None:
+    """Before the run, not at its first evaluation; and a column never takes the place of what was sampled."""
+    save_tiny(tmp_path / "model")
+    rows = datasets.Dataset.from_dict({"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]})
+    args = GRPOConfig(str(tmp_path / "out"), per_device_train_batch_size=2, num_generations=2, max_completion_length=4)
+    given = Given(model=str(tmp_path / "model"), reward_funcs=with_columns, train_dataset=rows, eval_dataset=rows)
+    check_run(args, Collectives(torch.device("cpu")), given)
+    bare = {"hard": rows.remove_columns("answer")}
+    with pytest.raises(ConfigError, match=r"'answer'\. For eval_dataset\['hard'\] it is given prompts"):
+        check_run(args, Collectives(torch.device("cpu")), replace(given, eval_dataset=bare))
+    taken = rows.add_column("completions", ["2", "3"])
+    with pytest.raises(DataError, match=r"eval_dataset has column\(s\) completions"):
+        check_run(args, Collectives(torch.device("cpu")), replace(given, eval_dataset=taken))
 
 
 def test_one_process_where_several_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
