@@ -58,7 +58,8 @@ def check_flags(given: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming them.
     """
-    used = [name for name in LORA if getattr(given, name) not in (None, False)]
+    # By identity: 0 equals False, and is a value that somebody gave.
+    used = [name for name, value in vars(given).items() if name in LORA and value is not None and value is not False]
     if used and not given.use_peft:
         flags = ", ".join("--" + name.replace("_", "-") for name in used)
         raise ConfigError(f"{flags} would have no effect: the whole model is trained. Add --use-peft or remove it.")

@@ -68,6 +68,7 @@ def test_eight_bits() -> None:
     [
         ("--lora-r 8 --use-dora", r"--lora-r, --use-dora would have no effect"),
         ("--load_in_4bit", "--load-in-4bit would have no effect"),
+        ("--lora-dropout 0", "--lora-dropout would have no effect"),
         ("--use_peft --load_in_4bit --load_in_8bit", "exclude each other"),
     ],
 )
