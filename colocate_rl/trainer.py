@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from colocate_rl import lifeline, loaders, preflight, progress, resume, settings, speedups, startup, trackers
+from colocate_rl import lifeline, loaders, preflight, progress, resume, settings, speedups, startup, trackers, trl_only
 from colocate_rl.collectives import Collectives
 from colocate_rl.config import GRPOConfig
 from colocate_rl.evaluation import Evaluator
@@ -64,6 +64,11 @@ class GRPOTrainer(Trainer):
     Raises:
         ColocateError: for anything that cannot work, before a model is loaded.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass written for TRL would train without what it overrides, and nobody would notice."""
+        super().__init_subclass__(**kwargs)
+        trl_only.check_overrides(cls, GRPOTrainer)
 
     def __init__(
         self,

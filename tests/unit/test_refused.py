@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from colocate_rl import GRPOConfig
+from colocate_rl import GRPOConfig, GRPOTrainer, trl_only
 from colocate_rl.collectives import Collectives
 from colocate_rl.completions import CompletionLog, sendable
 from colocate_rl.errors import ConfigError, DataError, PlacementError
@@ -292,3 +292,24 @@ def test_one_process_where_several_were_asked_for(tmp_path: Path, monkeypatch: p
             monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(PlacementError, match=words):
             check_run(args, Collectives(torch.device("cpu")), given)
+
+
+@pytest.mark.parametrize("name", list(trl_only.TRL_METHODS))
+def test_a_subclass_written_for_trl_whose_method_nobody_would_call(name: str) -> None:
+    class Mixin:
+        pass
+
+    setattr(Mixin, name, lambda self: None)
+    with pytest.raises(ConfigError, match=f"Mine overrides {name}, which TRL's trainer calls"):
+        type("Mine", (Mixin, GRPOTrainer), {})
+
+
+def test_a_subclass_whose_methods_are_called() -> None:
+    class Mine(GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().compute_loss(*args, **kwargs) * 2
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            return super().create_optimizer(model)
+
+    assert issubclass(type("Again", (Mine,), {}), Mine)
