@@ -71,9 +71,15 @@ class PromptCodec:
                 f"The prompts are conversational but {type(self.tokenizer).__name__} has no chat template. Use a chat "
                 "model's tokenizer, set tokenizer.chat_template, or give prompts as plain strings."
             )
-        encoded: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
-        )
+        try:
+            encoded: Any = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **self._template_kwargs
+            )
+        except Exception as error:  # jinja2's errors, the template's own refusals, and Python's from within it
+            raise DataError(
+                f"The chat template cannot write the messages {str(messages)[:80]!r}: {error}. Change them, or set "
+                "tokenizer.chat_template."
+            ) from error
         return list(encoded["input_ids"])
 
     def decode(self, prompt: Any, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> Any:

@@ -84,6 +84,22 @@ def test_messages_need_a_template() -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ messages[7].content }}", "has no element 7"),
+        ("{% for message in messages %}{{ message.content + 1 }}{% endfor %}", "can only concatenate str"),
+    ],
+)
+def test_messages_that_the_template_does_not_take(template: str, reason: str) -> None:
+    """As a data error the checks before training say which row it is."""
+    tokenizer = bos_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=f"The chat template cannot write the messages .*system.*{reason}"):
+        PromptCodec(tokenizer).encode(CHAT)
+
+
+@pytest.mark.parametrize(
     ("prompt", "expected"),
     [(CHAT, True), ("text", False), ([], False), (["a"], False), ([{"content": "x"}], False)],
 )
