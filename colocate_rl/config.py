@@ -223,7 +223,8 @@ class GRPOConfig(GRPOOptions, TrainingArguments):  # type: ignore[misc]  # None 
 
     def _resolve_batches(self) -> None:
         per_step = self.per_device_train_batch_size * self.world_size
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+        both = self.generation_batch_size, self.steps_per_generation
+        if None not in both and both[0] != per_step * (both[1] or 0):  # a copy of a configuration names both
             raise ConfigError(
                 f"generation_batch_size={self.generation_batch_size} and "
                 f"steps_per_generation={self.steps_per_generation} both set the size of a generation batch. Set one."

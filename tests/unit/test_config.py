@@ -116,6 +116,21 @@ def test_batch_arithmetic(
         assert again.micro_batches_per_rollout == steps * iterations
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"generation_batch_size": 48}, {"use_vllm": False, "gradient_accumulation_steps": 2}]
+)
+def test_a_copy_of_a_configuration(tmp_path: Path, given: dict[str, Any]) -> None:
+    """What it settled for itself, such as both sizes of a generation batch, is what a copy is given."""
+    config = make(tmp_path, **given)
+    copy = dataclasses.replace(config, learning_rate=0.5)
+    assert copy.learning_rate == 0.5
+    assert copy.generation_batch_size == config.generation_batch_size
+    again = GRPOConfig(**config.to_dict())
+    assert (again.to_dict(), again.num_vllm_gpus) == (config.to_dict(), config.num_vllm_gpus)
+    with pytest.raises(ConfigError, match="both set the size"):
+        dataclasses.replace(config, per_device_train_batch_size=16)
+
+
 @pytest.mark.parametrize("num_generations", [2, 4, 8])
 def test_two_ranks_of_two_with_accumulation_two(tmp_path: Path, num_generations: int) -> None:
     """H1: 2 ranks x batch 2 x accumulation 2 hold 8 completions; accumulation counts once."""
@@ -191,8 +206,8 @@ REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_generations": 0}, ["num_generations is 0", "at least 2"]),
     ({"num_generations_eval": 0}, ["num_generations_eval is 0", "at least 1"]),
     (
-        {"generation_batch_size": 16, "steps_per_generation": 2},
-        ["generation_batch_size=16", "steps_per_generation=2", "Set one"],
+        {"generation_batch_size": 24, "steps_per_generation": 2},
+        ["generation_batch_size=24", "steps_per_generation=2", "Set one"],
     ),
     ({"steps_per_generation": 0}, ["steps_per_generation is 0"]),
     ({"num_iterations": 0}, ["num_iterations is 0"]),
