@@ -41,6 +41,11 @@ def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def _switch(text: str) -> Any:
+    """A truth value that is None unless given; the flag alone means True, as that of any other truth value does."""
+    return field(default=None, metadata={"help": text, "nargs": "?", "const": True})
+
+
 @dataclass
 class GRPOOptions:
     """The settings of :class:`colocate_rl.GRPOConfig` that are not plain ``TrainingArguments``.
@@ -83,8 +88,8 @@ class GRPOOptions:
     vllm_dtype: str | None = _setting(
         None, "Number type of the engine's weights (float32, bfloat16, float16). None: the type the policy computes in."
     )
-    vllm_enforce_eager: bool | None = _setting(
-        None, "True: no CUDA graphs and no compilation in the engine. None: True on CPU, False on GPU."
+    vllm_enforce_eager: bool | None = _switch(
+        "True: no CUDA graphs and no compilation in the engine. None: True on CPU, False on GPU."
     )
     vllm_per_request_seeds: bool = _setting(
         False,
@@ -128,8 +133,7 @@ class GRPOOptions:
         "one_step: most optimizer steps by which the policy may be ahead of a batch's weights when its training "
         "begins.",
     )
-    use_vllm: bool | None = _setting(
-        None,
+    use_vllm: bool | None = _switch(
         "True (None means this too, unlike in TRL): num_vllm_gpus engines generate. False: each rank generates with "
         "its own policy through transformers, on its own device; slow, a reference and a fallback.",
     )
@@ -305,18 +309,15 @@ class GRPOOptions:
     logprob_chunk_size: int = _setting(
         1024, "Tokens whose logits exist at the same time while log-probabilities are computed (memory against speed)."
     )
-    use_liger_loss: bool | None = _setting(
-        None,
+    use_liger_loss: bool | None = _switch(
         "Kept for older TRL scripts; changes nothing: log-probabilities are always computed without full logits.",
     )
-    padding_free: bool | None = _setting(
-        None,
+    padding_free: bool | None = _switch(
         "Pack the rows of a micro-batch into one sequence without padding; each row still attends only to itself. "
         "None: on GPU, where the model's attention allows it. True: on CPU too. Rows keep their padding, with one "
         "line in the log, where the model does not allow it or a check at start finds another result.",
     )
-    compile_layers: bool | None = _setting(
-        None,
+    compile_layers: bool | None = _switch(
         "Run the policy's decoder layers and output head compiled (torch.compile), which takes some 20 s at start. "
         "None: on GPU, where a check at start finds the same result. torch_compile=True is another word for True.",
     )
@@ -345,10 +346,10 @@ class GRPOOptions:
     )
     learning_rate: float = _setting(1e-6, "Initial learning rate of AdamW.")
     logging_steps: float = _setting(10, "Optimizer steps between two logs (a share of all steps when below 1).")
-    gradient_checkpointing: bool | None = _setting(
-        None, "Recompute activations in the backward pass. None: only on a GPU whose memory the activations would fill."
+    gradient_checkpointing: bool | None = _switch(
+        "Recompute activations in the backward pass. None: only on a GPU whose memory the activations would fill."
     )
-    bf16: bool | None = _setting(None, "Compute in bfloat16. None: True where there is a GPU that can and fp16 is off.")
+    bf16: bool | None = _switch("Compute in bfloat16. None: True where there is a GPU that can and fp16 is off.")
 
     @property
     def sampling_filters(self) -> list[str]:

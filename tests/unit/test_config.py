@@ -483,3 +483,14 @@ def test_config_survives_a_checkpoint(tmp_path: Path) -> None:
     assert written["vllm_devices"] == [1, 0]
     assert written["generation_kwargs"] == {"a": 1}
     assert '"num_vllm_gpus": 2' in config.to_json_string()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in GRPOOptions.__annotations__.items() if kind == bool | None])
+def test_a_truth_value_that_may_be_left_open_is_a_flag_too(tmp_path: Path, name: str) -> None:
+    """TRL's scripts are started with --use_vllm and --gradient_checkpointing, nothing behind them."""
+    for words, expected in (([], True), (["true"], True), (["False"], False)):
+        parser = HfArgumentParser(GRPOOptions)
+        (parsed,) = parser.parse_args_into_dataclasses([f"--{name}", *words])
+        assert getattr(parsed, name) is expected
+    (parsed,) = HfArgumentParser(GRPOOptions).parse_args_into_dataclasses([])
+    assert getattr(parsed, name) is None
