@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 
 from colocate_rl.errors import ConfigError
 
@@ -14,6 +14,10 @@ def write_model(folder: Path, config: Any, dtype: str) -> None:
     values = config.to_dict()
     values["dtype"] = dtype
     values.pop("quantization_config", None)
+    if not values.get("architectures") and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Only a saved model names its class; vLLM would take one that does not for something else.
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        values["architectures"] = [model_class.__name__]
     (folder / "config.json").write_text(json.dumps(values, default=str))
 
 
