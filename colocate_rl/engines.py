@@ -23,6 +23,7 @@ from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import ConfigError, PlacementError
 from colocate_rl.options import dictionary
 from colocate_rl.placement import Placement, Shard, split_evenly
+from colocate_rl.training.layout import checkpoint_parts
 from colocate_rl.training.shape import DecoderShape
 
 logger = logging.getLogger(__name__)
@@ -135,10 +136,11 @@ def engine_seed(run_seed: int, engine: int, batch: int) -> int:
 
 
 def checkpoint_shapes(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, torch.Size]:
-    """Name and shape of every parameter a model of this configuration has (a tied head is its embedding)."""
+    """Name and shape of every tensor in a checkpoint of this configuration (a tied head is its embedding)."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    parts = checkpoint_parts(model, [(name, parameter.shape) for name, parameter in model.named_parameters()])
+    return {part.name: torch.Size(part.size) for found in parts.values() for part in found}
 
 
 def build_engine(args: GRPOConfig, placement: Placement, collectives: Collectives, facts: PolicyFacts) -> Engine | None:

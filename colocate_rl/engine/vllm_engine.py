@@ -250,6 +250,7 @@ class VllmEngine:
     def _reload(self, named: Mapping[str, torch.Tensor]) -> None:
         """Through vLLM's own reload, which repacks weights where the backend needs it."""
         recorder = CopyRecorder(named)
+        _unpack_experts(self._model)
         with torch.no_grad(), without_slots(self._model), contextlib.nullcontext() if self._checked else recorder:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named.items())})
             _repack_tied(self._model)
@@ -285,6 +286,18 @@ class VllmEngine:
 
 def _itself(model: torch.nn.Module) -> torch.nn.Module:
     return model
+
+
+def _unpack_experts(model: torch.nn.Module) -> None:
+    """Lets layers of experts pack their weights again after a reload.
+
+    vLLM packs them where it makes such a layer's kernel, which it does once; later weights would stay as they come, and
+    the kernel would read them as packed ones.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _repack_tied(model: torch.nn.Module) -> None:

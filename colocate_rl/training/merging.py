@@ -5,7 +5,7 @@ them a little more each time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from colocate_rl.engine.protocol import AdapterLayer, factor_views
 from colocate_rl.training.adapters import causal_lm, trained_copy
+from colocate_rl.training.layout import Part, checkpoint_parts
 
 QUANTISED = ("Params4bit", "Int8Params")
 """Classes of bitsandbytes' parameters."""
@@ -31,6 +32,8 @@ class PolicyTensor:
     attribute: str
     layer: Any = None
     """The LoRA layer whose adapter is added to it, or None."""
+    part: Part | None = None
+    """Of the parameter, that it is; None: all of it."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -49,9 +52,12 @@ class PolicyTensor:
         return self.layer is not None or self.parameter.requires_grad
 
     def base(self) -> torch.Tensor:
-        """Its values without the adapter, without gradient; the stored tensor itself unless it is quantised."""
+        """Its values without the adapter, without gradient; a view of the stored tensor unless it is quantised."""
         stored = dequantize_module_weight(self.owner) if self.is_quantised else self.parameter
-        return stored.detach()
+        return self._cut(stored.detach())
+
+    def _cut(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.part is None else self.part.of(values).contiguous()
 
     def current(self, adapter: str) -> torch.Tensor:
         """Its values with the adapter: merged in a temporary of the wider type, else :meth:`base`."""
@@ -65,7 +71,8 @@ class PolicyTensor:
             a, b, transposed = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter], True
         magnitude = layer.lora_magnitude_vector[adapter].weight if adapter in layer.lora_magnitude_vector else None
         with torch.no_grad():
-            return merged_weight(self.base(), a, b, layer.scaling[adapter], magnitude, transposed=transposed)
+            whole = replace(self, part=None).base()
+            return self._cut(merged_weight(whole, a, b, layer.scaling[adapter], magnitude, transposed=transposed))
 
 
 def merged_weight(
@@ -99,7 +106,7 @@ def merged_weight(
 
 
 def policy_tensors(policy: nn.Module) -> list[PolicyTensor]:
-    """Every tensor of the policy once, under checkpoint names; a tied head is its embedding.
+    """Every tensor of the policy once, as checkpoints cut and name them; a tied head is its embedding.
 
     Of a module in ``modules_to_save`` it is the active adapter's copy, never the original or another adapter's.
     """
@@ -110,7 +117,8 @@ def policy_tensors(policy: nn.Module) -> list[PolicyTensor]:
         if id(tensor.parameter) not in seen:
             seen.add(id(tensor.parameter))
             found.append(tensor)
-    return found
+    parts = checkpoint_parts(causal_lm(policy), [(tensor.name, tensor.parameter.shape) for tensor in found])
+    return [replace(tensor, name=part.name, part=part) for tensor in found for part in parts[tensor.name]]
 
 
 def _walk(module: Any, prefix: str, adapter: str, layer: Any) -> Iterator[PolicyTensor]:

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist  # noqa: TID251
 import torch.distributed.distributed_c10d as c10d  # noqa: TID251
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from colocate_rl.engine.protocol import Request, SamplingSpec
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import EngineError, WeightSyncError
+from colocate_rl.training.merging import policy_tensors
 from tests.engine.conftest import greedy_by_engine, greedy_by_policy, policy_logprobs, prompts, weights
 from tests.tiny import tiny_model
 
@@ -97,6 +98,24 @@ def test_greedy_text_follows_each_sync_and_not_a_withheld_one(build: Build) -> N
             assert before != wanted
         engine.load_weights(weights(model))
         assert greedy_by_engine(engine, asked) == wanted
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, MixtralConfig])
+def test_experts_follow_each_sync(build: Build, kind: type[PretrainedConfig]) -> None:
+    """transformers holds them in one parameter, vLLM reads them one by one and packs them for its CPU kernel."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(kind(vocab_size=288, **sizes, **heads, **experts), dtype=torch.float32)
+    engine = build(model)
+    (asked,) = prompts(1)
+    for number in range(3):
+        shuffle(model, number)
+        engine.load_weights((tensor.name, tensor.base()) for tensor in policy_tensors(model))
+        ((answer,),) = engine.generate([Request(asked, 1, seed=number)], SamplingSpec(max_tokens=8))
+        found = torch.tensor(answer.sampling_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, policy_logprobs(model, asked, list(answer.token_ids)), rtol=1e-4, atol=1e-4)
 
 
 def test_prefix_cache_does_not_outlive_a_sync(build: Build) -> None:
