@@ -20,7 +20,7 @@ from colocate_rl.engine.protocol import Engine
 from colocate_rl.engine.spec import EngineSpec, LoraSpec
 from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
-from colocate_rl.errors import ConfigError, PlacementError
+from colocate_rl.errors import ConfigError, NeedsOwnProcessError, PlacementError
 from colocate_rl.options import dictionary
 from colocate_rl.placement import Placement, Shard, split_evenly
 from colocate_rl.training.layout import checkpoint_parts
@@ -163,8 +163,18 @@ def build_engine(args: GRPOConfig, placement: Placement, collectives: Collective
         with collectives.failing_together("building engines"):
             if shard is not None and (shard.engine == 0) is first:
                 spec = _engine_spec(args, placement, shard, facts, ports[placement.host_of(shard.engine)])
-                engine = BackgroundEngine(spec) if backend.needs_child(args) else VllmEngine(spec)
+                engine = _start(spec, in_child=backend.needs_child(args))
     return engine
+
+
+def _start(spec: EngineSpec, *, in_child: bool) -> Engine:
+    """The engine in this process, or in a child of it where it must not, or cannot, live beside the policy."""
+    if not in_child:
+        try:
+            return VllmEngine(spec, beside_policy=True)
+        except NeedsOwnProcessError as reason:
+            logger.warning("%s So the engine lives in a child process.", reason)
+    return BackgroundEngine(spec)
 
 
 def policy_engine(

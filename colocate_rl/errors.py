@@ -29,6 +29,10 @@ class EngineError(ColocateError, RuntimeError):
     """An inference engine that could not be built or did not answer as asked."""
 
 
+class NeedsOwnProcessError(EngineError):
+    """An engine that would change classes which the policy in the same process is made of."""
+
+
 class WeightSyncError(EngineError):
     """Weights that the engine did not take over completely and exactly."""
 

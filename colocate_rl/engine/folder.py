@@ -9,8 +9,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
 from colocate_rl.errors import ConfigError
 
 
-def write_model(folder: Path, config: Any, dtype: str) -> None:
-    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it."""
+def write_model(folder: Path, config: Any, dtype: str) -> list[str]:
+    """Writes the policy's live configuration (an embedding may have been resized) where vLLM reads it.
+
+    Returns:
+        The classes that it names.
+    """
     values = config.to_dict()
     values["dtype"] = dtype
     values.pop("quantization_config", None)
@@ -19,6 +23,7 @@ def write_model(folder: Path, config: Any, dtype: str) -> None:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         values["architectures"] = [model_class.__name__]
     (folder / "config.json").write_text(json.dumps(values, default=str))
+    return list(values.get("architectures") or [])
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> str:

@@ -32,6 +32,15 @@ def build_llm(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
         raise ConfigError(f"vllm_engine_kwargs={dict(extra)}: vLLM takes no such argument ({error}).") from error
 
 
+def wraps_transformers(architectures: Sequence[str]) -> bool:
+    """Whether vLLM runs these models by its wrapper around transformers' own classes, having no code of its own."""
+    from vllm import ModelRegistry
+
+    known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
+    wrapper = "vllm.model_executor.models.transformers"
+    return not known or any(getattr(model, "module_name", "").startswith(wrapper) for model in known)
+
+
 def leave_groups() -> None:
     """Ends vLLM's process groups and frees its memory, where vLLM has been imported at all."""
     if "vllm" in sys.modules:

@@ -25,9 +25,16 @@ from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
 from colocate_rl.engine.lora import AdapterSlot, without_slots
 from colocate_rl.engine.protocol import AdapterLayer, Completion, Deliver, Request, SamplingSpec, Work
 from colocate_rl.engine.spec import EngineSpec, environment, first_group, llm_arguments
-from colocate_rl.engine.vllm_api import adapter_request, build_llm, completion_of, leave_groups, sampling_parameters
+from colocate_rl.engine.vllm_api import (
+    adapter_request,
+    build_llm,
+    completion_of,
+    leave_groups,
+    sampling_parameters,
+    wraps_transformers,
+)
 from colocate_rl.engine.weights import CopyPlan, CopyRecorder, check_consumption, check_names
-from colocate_rl.errors import ConfigError, EngineError, WeightSyncError
+from colocate_rl.errors import ConfigError, EngineError, NeedsOwnProcessError, WeightSyncError
 from colocate_rl.isolation import PrivateProcess
 
 logger = logging.getLogger(__name__)
@@ -38,14 +45,16 @@ class VllmEngine:
 
     Args:
         spec: see :class:`EngineSpec`.
+        beside_policy: whether the policy lives in this process too.
 
     Raises:
+        NeedsOwnProcessError: when it does, and vLLM has no code of its own for the model.
         EngineError: when vLLM cannot be built as asked.
     """
 
     _living: "weakref.ref[VllmEngine] | None" = None
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, *, beside_policy: bool = False) -> None:
         other = VllmEngine._living() if VllmEngine._living is not None else None
         if other is not None and other._llm is not None:
             raise EngineError(
@@ -70,7 +79,7 @@ class VllmEngine:
         try:
             with self._process.entered(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch as it loads
-                self._build()
+                self._build(beside_policy)
         except BaseException:
             self._release()
             raise
@@ -78,10 +87,14 @@ class VllmEngine:
             if not frozen:
                 gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
 
-    def _build(self) -> None:
+    def _build(self, beside_policy: bool) -> None:
         spec = self._spec
         folder = Path(self._folder.name)
-        write_model(folder, spec.model_config, spec.dtype)
+        architectures = write_model(folder, spec.model_config, spec.dtype)
+        if beside_policy and wraps_transformers(architectures):
+            raise NeedsOwnProcessError(
+                f"vLLM runs {', '.join(architectures)} by wrapping transformers' own classes, for the whole process."
+            )
         tokenizer = None if spec.tokenizer is None else write_tokenizer(folder, spec.tokenizer)
         try:
             self._llm = build_llm(llm_arguments(spec, self._folder.name, tokenizer), spec.extra)

@@ -1,6 +1,6 @@
-"""How a model's checkpoint cuts and names its parameters: engines read checkpoints, the policy may hold them otherwise.
+"""How a checkpoint cuts and names a model's parameters: engines read checkpoints, the policy may hold them otherwise.
 
-transformers keeps the experts of a layer in one parameter, where checkpoints and vLLM's loaders have one tensor for each,
+transformers keeps the experts of a layer in one parameter, where checkpoints and vLLM's loaders have a tensor for each,
 and gives some modules other names. ``save_pretrained`` turns that back, and what it does is found out here once, on
 tensors without storage, so that a sync reads plain views of the policy's own parameters.
 """

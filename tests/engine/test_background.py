@@ -11,11 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Olmo2Config
 
+from colocate_rl import engines
 from colocate_rl.engine.background import BackgroundEngine
 from colocate_rl.engine.claims import FileClaims
 from colocate_rl.engine.protocol import Background, Request, SamplingSpec, Work
-from colocate_rl.errors import EngineError
+from colocate_rl.engine.vllm_engine import VllmEngine
+from colocate_rl.errors import EngineError, NeedsOwnProcessError
 from tests.engine.conftest import engine_spec, greedy_by_policy, prompts, weights
 from tests.tiny import tiny_model
 
@@ -54,6 +57,26 @@ def test_answers_follow_the_policy_through_shared_memory(engine: BackgroundEngin
         answers, span = engine.finish()
         assert [list(dict(answers)[position][0].token_ids) for position in range(4)] == wanted
         assert before < span.start < span.end < time.monotonic()
+
+
+def test_a_model_that_vllm_has_no_code_for_lives_apart_from_the_policy() -> None:
+    """vLLM's wrapper changes the class of the policy, whose next forward pass would fail."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Olmo2Config(vocab_size=288, **sizes), dtype=torch.float32)
+    with pytest.raises(NeedsOwnProcessError, match="vLLM runs Olmo2ForCausalLM by wrapping"):
+        VllmEngine(engine_spec(model), beside_policy=True)
+    engine = engines._start(engine_spec(model), in_child=False)
+    try:
+        assert isinstance(engine, BackgroundEngine)
+        engine.load_weights(weights(model))
+        (answer,) = engine.generate([Request(prompts(1)[0], 1)], GREEDY)
+        assert list(answer[0].token_ids) == greedy_by_policy(model, prompts(1)[0], 16)
+    finally:
+        engine.close()
+    in_rank = engines._start(engine_spec(tiny_model()), in_child=False)
+    assert isinstance(in_rank, VllmEngine)
+    in_rank.close()
 
 
 def test_requests_come_as_they_finish(engine: BackgroundEngine) -> None:
