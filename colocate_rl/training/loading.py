@@ -39,6 +39,11 @@ def load_models(
     name = model if isinstance(model, str) else None
     policy = model if not isinstance(model, str) else policies.load_policy(model, init_kwargs, trust_remote_code=trust)
     adapters.check_plain(policy)
+    if policies.leaves_out_softcap(adapters.causal_lm(policy)):
+        logger.warning(
+            "attn_implementation='sdpa' leaves out the cap on attention scores (attn_logit_softcapping), which the "
+            "engines apply, so the policy is another model than they are. Load it with attn_implementation='eager'."
+        )
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
     reference = None

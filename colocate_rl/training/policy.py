@@ -80,6 +80,8 @@ def load_tokenizer(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_co
 def load_policy(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedModel:
     """Loads a causal language model, in float32 unless ``init_kwargs`` says otherwise, on the CPU.
 
+    One whose attention caps its scores (Gemma 2) gets the implementation that does, unless ``init_kwargs`` names one.
+
     Args:
         name: folder or hub name.
         init_kwargs: of ``from_pretrained``.
@@ -96,7 +98,15 @@ def load_policy(name: str, init_kwargs: Mapping[str, Any], *, trust_remote_code:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(local_or_hub(name), **kwargs)
     except ValueError as error:
         raise ConfigError(f"{name!r} is no causal language model: {error}") from error
+    if leaves_out_softcap(model) and "attn_implementation" not in init_kwargs:
+        model.set_attn_implementation("eager")
     return model
+
+
+def leaves_out_softcap(model: PreTrainedModel) -> bool:
+    """Whether the model computes attention without the cap on scores that it was trained with, as engines do not."""
+    cap = getattr(text_config(model.config), "attn_logit_softcapping", None)
+    return bool(cap) and model.config._attn_implementation == "sdpa"  # torch's function takes no cap
 
 
 def make_reference(
