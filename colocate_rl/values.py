@@ -35,7 +35,9 @@ def check_types(args: GRPOOptions) -> None:
     for name, kind in get_type_hints(GRPOOptions).items():
         value = getattr(args, name)
         if isinstance(value, str) and str not in (kind, *get_args(kind)) and name not in options.JSON_OPTIONS:
-            raise ConfigError(f"{name}={value!r} is a text. Give it without quotes.")
+            raise ConfigError(
+                f"{name}={value!r} is a text. Give it without quotes (1e-5 is a text in YAML too: write 1.0e-5)."
+            )
 
 
 def check_choices(args: GRPOOptions) -> None:
