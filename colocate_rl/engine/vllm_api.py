@@ -14,6 +14,8 @@ from colocate_rl.errors import ConfigError, EngineError
 
 ADAPTER_ID = 1
 """vLLM's number of the one adapter an engine holds."""
+UNFUSED = ("get_rename_mapper", "get_unstacked_mapper")
+"""How versions call a mapper without its part that fuses layers; 0.24 has no such part."""
 
 
 def build_llm(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
@@ -108,8 +110,7 @@ def adapter_model(
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    if hasattr(names, "get_rename_mapper"):
-        names = names.get_rename_mapper()
+    names = next((getattr(names, way)() for way in UNFUSED if hasattr(names, way)), names)
     loras = {}
     for layer, (a, b) in zip(layers, factors, strict=True):
         module, _ = parse_fine_tuned_lora_name(f"base_model.model.{layer.name}.lora_A.weight", names)
