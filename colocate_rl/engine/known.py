@@ -26,13 +26,16 @@ A method that is new in a version has to be read before its digest is added: doe
 only the fields of its request that :meth:`colocate_rl.engine.steps.Steps._append` changes?
 """
 SCHEDULES: Mapping[str, str] = {
-    "Scheduler.schedule": "7b869a5dcbce da4f2cf2fc39",
+    "Scheduler.schedule": (
+        "7b869a5dcbce 4d54777c82ef 491d8fe7c9e3 185eb7ae0ab6 1bdbc0eb0ac5 6361fde74c84 a04a9c05b019 73b6a4084e76"
+        " da4f2cf2fc39"
+    ),
     "Scheduler._make_cached_request_data": "8aeb1dc3ba93",
     "Scheduler.get_request_counts": "659881a8a9a6 c901ce17db93",
-    "SchedulerOutput": "1b541910ef6d 97fb4463a2ed",
+    "SchedulerOutput": "1b541910ef6d 7194158700f9 c3383ff1bb54 d035353ca104 a0d65e8fccde e6c209fc2a0f 97fb4463a2ed",
     "CachedRequestData": "b0a215b04012",
 }
-"""Digests (:func:`schedule_digests`) of what :mod:`colocate_rl.engine.decoding` stands in for, in vLLM 0.24 and 0.32.
+"""Digests (:func:`schedule_digests`) of what :mod:`colocate_rl.engine.decoding` stands in for, in vLLM 0.24 to 0.32.
 
 Before one is added: does a step in which all requests decode still change nothing else of the scheduler and of its
 requests, and does :meth:`colocate_rl.engine.decoding.Decoding._step` fill each field that such a step has?

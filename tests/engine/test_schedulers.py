@@ -24,7 +24,7 @@ SIZES = [(200, 8, 64), (22, 8, 64), (30, 16, 200), (14, 6, 32)]
 """Blocks, requests at once, tokens of a step: all but the first preempt."""
 
 
-def scheduler(folder: Path, size: tuple[int, int, int], ahead: bool) -> Any:
+def scheduler(folder: Path, size: tuple[int, int, int], ahead: bool, runner: int) -> Any:
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: TID251
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: TID251
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: TID251
@@ -48,13 +48,15 @@ def scheduler(folder: Path, size: tuple[int, int, int], ahead: bool) -> Any:
     )
     cache.num_gpu_blocks = blocks
     layout = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    return (AsyncScheduler if ahead else Scheduler)(
+    made = (AsyncScheduler if ahead else Scheduler)(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], layout)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,
         log_stats=False,
     )
+    made.use_v2_model_runner = runner == 2
+    return made
 
 
 class Driver:
@@ -160,16 +162,18 @@ class Lean(Driver):
         del self.collector.running[name]
 
 
+@pytest.mark.parametrize("runner", [1, 2])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_both_take_the_same_steps(tmp_path: Path, size: tuple[int, int, int], ahead: bool) -> None:
+def test_both_take_the_same_steps(tmp_path: Path, size: tuple[int, int, int], ahead: bool, runner: int) -> None:
     from vllm.utils.hashing import sha256  # noqa: TID251
     from vllm.v1.core.kv_cache_utils import init_none_hash  # noqa: TID251
 
     init_none_hash(sha256)
     tiny_config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     chance, num_steps, preempted = random.Random(size[0]), 0, 0
-    lean, usual = Lean(scheduler(tmp_path, size, ahead)), Driver(scheduler(tmp_path, size, ahead))
+    own, theirs = (scheduler(tmp_path, size, ahead, runner) for _ in range(2))
+    lean, usual = Lean(own), Driver(theirs)
     shared = [chance.randrange(250) for _ in range(40)]
     todo = [
         (f"r{n}", [*shared[: chance.randrange(1, 40)], chance.randrange(250)], chance.randrange(1, 100))
