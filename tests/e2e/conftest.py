@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,12 @@ if os.environ.get("BREAK_ENGINE_ON_RANK") == str(RANK):
 
     VllmEngine.work_off = broken
 """
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For a process in another folder; a vLLM that ``PYTHONPATH`` puts before the installed one stays there."""
+    paths = filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", **(changes or {})}
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class Launcher:
             run = subprocess.Popen(
                 [*launch, "-m", "colocate_rl.grpo", *self.flags(**changes)],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+                env=environment(),
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
@@ -116,7 +123,7 @@ class Launcher:
         done = subprocess.run(
             command,
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **(env or {})},
+            env=environment(env),
             capture_output=True,
             text=True,
             timeout=timeout,
