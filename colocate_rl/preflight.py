@@ -80,12 +80,14 @@ def check_run(args: GRPOConfig, collectives: Collectives, given: Given) -> Check
     rewards = make_rewards(args, given.reward_funcs, given.reward_processing_classes)
     if train_dataset is None:
         raise DataError("train_dataset is required.")
-    _check_train_dataset(args, train_dataset)
-    _check_reward_arguments(args, rewards, given, "train_dataset", train_dataset)
+    check_dataset(args, "train_dataset", train_dataset, rewards, given.rollout_func)
+    if isinstance(train_dataset, datasets.IterableDataset):
+        _check_stream(args)
+    else:
+        _check_enough_prompts(args, train_dataset)
     _check_output_dir(args)
     for name, rows in eval_sets(given.eval_dataset).items():
-        check_dataset(args, name, rows)
-        _check_reward_arguments(args, rewards, given, name, rows)
+        check_dataset(args, name, rows, rewards, given.rollout_func)
     config = _config(args, model)
     _check_router(args, config)
     tokenizer = _tokenizer(args, given, config)
@@ -199,11 +201,6 @@ def make_rewards(
     )
 
 
-def _check_reward_arguments(args: GRPOConfig, rewards: Rewards, given: Given, name: str, rows: Rows) -> None:
-    if given.rollout_func is None:  # it may add columns
-        rewards.check_arguments([] if args.remove_unused_columns else passed_columns(column_names(rows)), name)
-
-
 def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:
     """The evaluation sets by a name for messages."""
     if eval_dataset is None:
@@ -213,25 +210,22 @@ def eval_sets(eval_dataset: EvalSets | None) -> dict[str, Rows]:
     return {"eval_dataset": eval_dataset}
 
 
-def _check_train_dataset(args: GRPOConfig, rows: Rows) -> None:
-    check_dataset(args, "train_dataset", rows)
-    if isinstance(rows, datasets.IterableDataset):
-        _check_stream(args)
-    else:
-        _check_enough_prompts(args, rows)
-
-
-def check_dataset(args: GRPOConfig, name: str, rows: Any) -> None:
-    """Refuses anything but a data set, streaming or not, with a ``prompt`` column and at least one row.
+def check_dataset(
+    args: GRPOConfig, name: str, rows: Any, rewards: Rewards, rollout_func: RolloutFunction | None
+) -> None:
+    """Refuses anything but a data set, streaming or not, with prompts and with what the reward functions take.
 
     Args:
         args: the run's configuration.
         name: of the data set, for messages.
         rows: the data set.
+        rewards: of the run.
+        rollout_func: it may add columns; None: nothing does.
 
     Raises:
         TypeError: for another type of data set.
         DataError: for a missing column, an empty set, or columns that stand for something else.
+        ConfigError: for a reward function that could not be called.
     """
     if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
         raise TypeError(
@@ -254,6 +248,8 @@ def check_dataset(args: GRPOConfig, name: str, rows: Any) -> None:
             f"{name} has column(s) {', '.join(taken)}, which are names of arguments that reward functions get anyway. "
             "Rename them, or set remove_unused_columns=True."
         )
+    if rollout_func is None:
+        rewards.check_arguments([] if args.remove_unused_columns else passed_columns(columns), name)
 
 
 def column_names(rows: Rows) -> list[str]:

@@ -176,7 +176,7 @@ class GRPOTrainer(Trainer):
         if isinstance(rows, str):
             rows = self.eval_dataset[rows]  # type: ignore[index]
         with self.collectives.failing_together("checking the evaluation set"):
-            preflight.check_dataset(self.args, "eval_dataset", rows)
+            preflight.check_dataset(self.args, "eval_dataset", rows, self.rollout.rewards, self.rollout_func)
         return loaders.eval_loader(self.args, rows, self.collectives)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Row]:

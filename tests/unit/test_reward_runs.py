@@ -12,6 +12,7 @@ import torch
 
 from colocate_rl import GRPOConfig, GRPOTrainer, engines
 from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
+from colocate_rl.errors import ConfigError
 from colocate_rl.rollout.sampler import PROMPT_INDEX
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.test_reward_models import reward_model
@@ -178,6 +179,8 @@ def test_a_stream_to_evaluate_on(make: Any) -> None:
     same = trainer.evaluate(rows)
     names = [name for name in figures if "reward" in name or "completions" in name]
     assert {name: same[name] for name in names} == {name: figures[name] for name in names}
+    with pytest.raises(ConfigError, match=r"'answer'\. For eval_dataset it is given prompts"):
+        trainer.evaluate(rows.remove_columns("answer"))
 
 
 def test_workers_a_coroutine_and_a_model_in_one_run(tmp_path: Path, make: Any) -> None:
