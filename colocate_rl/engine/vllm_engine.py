@@ -63,6 +63,7 @@ class VllmEngine:
             )
         VllmEngine._living = weakref.ref(self)
         self._spec = spec
+        self._beside_policy = beside_policy
         self._device = None if spec.device is None else torch.device("cuda", spec.device)
         self._process = PrivateProcess(self._device, environment(spec), first_group(spec))
         self._llm: Any = None
@@ -79,7 +80,7 @@ class VllmEngine:
         try:
             with self._process.entered(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at deprecated names of torch as it loads
-                self._build(beside_policy)
+                self._build()
         except BaseException:
             self._release()
             raise
@@ -87,11 +88,11 @@ class VllmEngine:
             if not frozen:
                 gc.unfreeze()  # vLLM freezes the whole heap, the trainer's garbage included
 
-    def _build(self, beside_policy: bool) -> None:
+    def _build(self) -> None:
         spec = self._spec
         folder = Path(self._folder.name)
         architectures = write_model(folder, spec.model_config, spec.dtype)
-        if beside_policy and wraps_transformers(architectures):
+        if self._beside_policy and wraps_transformers(architectures):
             raise NeedsOwnProcessError(
                 f"vLLM runs {', '.join(architectures)} by wrapping transformers' own classes, for the whole process."
             )
