@@ -7,7 +7,8 @@ A case is prompts x completions x tokens, with log-probabilities; sampling never
 engine:
   lean           our generate
   usual          our generate with EngineSpec(lean=False)
-  LLM.generate   vLLM alone, with the same SamplingParams; its outputs are not read
+  LLM.generate   vLLM alone and its own sampler, with the same SamplingParams; its outputs are not read
+Both have the model runner of the engine: VLLM_USE_V2_MODEL_RUNNER=0 measures the older one.
 Then one more call of the first two with every step taken apart: milliseconds on the host per step. Waiting for the
 device is a part of its own: where it is large, the device sets the pace. Writes results.json into --output.
 """
@@ -89,6 +90,7 @@ def build_engine(options: argparse.Namespace) -> Any:
 def ways(engine: Any, case: Case, prompt_tokens: int) -> dict[str, Callable[[], Any]]:
     """One call of each way; all prompts are new to the prefix cache each time."""
     from colocate_rl.engine.protocol import Request, SamplingSpec
+    from colocate_rl.engine.sampling import runner_of, vllms_sampler
     from colocate_rl.engine.vllm_api import sampling_parameters
 
     lean, vocabulary = engine._lean, engine._llm.model_config.get_vocab_size()
@@ -109,7 +111,7 @@ def ways(engine: Any, case: Case, prompt_tokens: int) -> dict[str, Callable[[], 
             engine._lean = lean
 
     def alone() -> Any:
-        with engine._process.entered():
+        with engine._process.entered(), vllms_sampler(runner_of(engine._llm.llm_engine.engine_core.engine_core)):
             params = [sampling_parameters(n=case.completions, max_tokens=case.tokens, ignore_eos=True) for _ in prompts]
             inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
             return engine._llm.generate(inputs, params, use_tqdm=False)

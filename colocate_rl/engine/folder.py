@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
+from transformers import AutoTokenizer
 
+from colocate_rl.engine.spec import architectures_of
 from colocate_rl.errors import ConfigError
 
 
@@ -18,12 +19,11 @@ def write_model(folder: Path, config: Any, dtype: str) -> list[str]:
     values = config.to_dict()
     values["dtype"] = dtype
     values.pop("quantization_config", None)
-    if not values.get("architectures") and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        # Only a saved model names its class; vLLM would take one that does not for something else.
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        values["architectures"] = [model_class.__name__]
+    architectures = architectures_of(config)
+    if architectures:
+        values["architectures"] = architectures  # vLLM would take a model that names none for something else
     (folder / "config.json").write_text(json.dumps(values, default=str))
-    return list(values.get("architectures") or [])
+    return architectures
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> str:

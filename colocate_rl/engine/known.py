@@ -1,4 +1,4 @@
-"""Whether this vLLM's scheduler is one whose bookkeeping :mod:`colocate_rl.engine.steps` may do.
+"""Whether this vLLM's scheduler and sampler are ones that our code may stand in for.
 
 By its source, not by its version: also a patched or a future vLLM is either one that was read, or left alone.
 """
@@ -40,6 +40,12 @@ SCHEDULES: Mapping[str, str] = {
 Before one is added: does a step in which all requests decode still change nothing else of the scheduler and of its
 requests, and does :meth:`colocate_rl.engine.decoding.Decoding._step` fill each field that such a step has?
 """
+SAMPLERS = "3e4329a8b689 103b2546fe16 f3213d0a4247 b09637562bb3 54ef408c9b5c ac7623ea8225 50a2bfe95c78 8b2c419eca0e"
+"""Digests of the ``Sampler.__call__`` that :mod:`colocate_rl.engine.sampling` stands in for, in vLLM 0.24 to 0.32.
+
+Before one is added: does it still do nothing else for a batch of plain requests than to sample, to give
+log-probabilities, and to count what was sampled?
+"""
 SPECIAL = (
     "connector",
     "ec_connector",
@@ -73,6 +79,11 @@ def obstacle(core: Any) -> str | None:
 def unread_schedule(core: Any) -> list[str]:
     """What this vLLM schedules otherwise than those that were read; empty: nothing."""
     return [name for name, digest in schedule_digests(core).items() if digest not in SCHEDULES.get(name, "").split()]
+
+
+def is_read_sampler(kind: type[Any]) -> bool:
+    """Whether this is the sampler of vLLM's newer model runner, in one of the versions that were read."""
+    return "__call__" in vars(kind) and _digest(vars(kind)["__call__"]) in SAMPLERS.split()
 
 
 def digests(core: Any) -> dict[str, str]:

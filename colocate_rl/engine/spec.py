@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from colocate_rl.errors import ConfigError, EngineError
 from colocate_rl.options import SUPPORTED_VLLM
@@ -66,6 +67,12 @@ class EngineSpec:
     """Generate with :mod:`colocate_rl.engine.lean`; False: with ``LLM.generate``."""
 
 
+SECOND_RUNNER = frozenset({"Qwen2ForCausalLM"})
+"""Architectures that run with vLLM's newer model runner also where vLLM (0.24 to 0.28) would take the older one.
+
+The newer one prepares steps on the GPU: on an H200 with vLLM 0.24, 256 sequences of a 1.5 B model decode 1.25 times as
+fast. vLLM takes it for some architectures first and in the end for all; those listed here are tested with 0.24.
+"""
 GRAPH_ARGUMENTS = {
     *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
     *("max_num_seqs", "max_num_batched_tokens", "speculative_config"),
@@ -90,6 +97,21 @@ def graph_sizes(max_num_seqs: int) -> list[int] | None:
         return None
     most = max(max_num_seqs, min(2 * max_num_seqs, own[-1]))
     return sorted({max_num_seqs, *(size for size in [*own, *range(544, most, 32)] if size <= most)})
+
+
+def architectures_of(config: Any) -> list[str]:
+    """The classes that a model's configuration names; one that was never saved names none, and has its kind's."""
+    named = list(getattr(config, "architectures", None) or ())
+    if not named and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        named = [model_class.__name__]
+    return named
+
+
+def second_runner(spec: EngineSpec) -> bool:
+    """Whether the engine asks for vLLM's newer model runner, whatever vLLM would take."""
+    known = SECOND_RUNNER.intersection(architectures_of(spec.model_config))
+    return spec.device is not None and spec.model_impl == "vllm" and not spec.extra and bool(known)
 
 
 def vllm_version() -> str:
@@ -132,6 +154,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the engine reads a local folder only
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
+    if second_runner(spec):
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1")
     if spec.device is None:
         variables["TORCHDYNAMO_DISABLE"] = "1"  # eager on CPU: a few compiled helpers would only ask for a C++ compiler
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
