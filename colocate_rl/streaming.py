@@ -8,13 +8,14 @@ What it can give. With G seconds of generation and R of training a step takes at
 overlap. What can overlap is the time between the first and the last group's end: a batch whose groups all end at once
 (equal lengths, all decoded side by side) does not overlap at all. Decoding in w waves (``vllm_max_num_seqs`` at 1/w of
 an engine's share) makes groups end earlier, but each decode step has a fixed part: with a step of n completions taking
-a + b n seconds, L tokens each and N completions, w waves take L (w a + b N), and the step about L (w a + b N) + R / w,
-least at w = sqrt(R / (L a)). For instance 256 completions of 512 tokens by a 1.5 B model on an H200, 5.2 ms a decode
-step (``benchmarks/results/generation_h200.json``): if 4 ms of it are fixed, L a = 2.0 s, L b N = 0.6 s, and with R =
-4.4 s the step takes 7.0 s with one wave, 6.9 s with two, 8.2 s with three: far from max(G, R), whatever w. Where a
-decode step is mostly fixed cost (small models, launch-bound) that is w = 1, hence no gain; ``overlap="one_step"`` is
-for such work, at the price of data one version old. Lengths with a long tail overlap by themselves, since the few long
-groups, started first, decode while the others are trained: so the default starts everything at once.
+a + b n seconds, L tokens each and N completions, w waves take L (w a + b N), and the step the longer of L (w a + b N) +
+R / w, where generation sets the pace, and L (a + b N / w) + R, where training does. For instance 256 completions of 512
+tokens by a 1.5 B model on an H200, where 256 sequences take 4.0 ms a decode step and 1,024 take 10.9 ms
+(``benchmarks/results/generation_h200.json``): then a is about 1.7 ms, L a = 0.9 s and L b N = 1.2 s, and with R = 3.5 s
+the step would take 5.6 s with one wave, 5.0 s with two or three, 5.7 s with four, so waves gain a tenth and max(G, R)
+is far, whatever w; ``overlap="one_step"`` is for such work, at the price of data one version old. Lengths with a long
+tail overlap by themselves, since the few long groups, started first, decode while the others are trained: so the
+default starts everything at once.
 """
 
 from collections.abc import Sequence

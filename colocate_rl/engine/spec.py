@@ -110,8 +110,8 @@ def architectures_of(config: Any) -> list[str]:
 
 def second_runner(spec: EngineSpec) -> bool:
     """Whether the engine asks for vLLM's newer model runner, whatever vLLM would take."""
-    known = SECOND_RUNNER.intersection(architectures_of(spec.model_config))
-    return spec.device is not None and spec.model_impl == "vllm" and not spec.extra and bool(known)
+    alone = spec.tensor_parallel_size == 1 and spec.model_impl == "vllm" and not spec.extra
+    return alone and spec.device is not None and bool(SECOND_RUNNER & set(architectures_of(spec.model_config)))
 
 
 def vllm_version() -> str:

@@ -96,7 +96,7 @@ def test_what_changes_logits_is_left_to_vllm(build: Build, changes: dict[str, fl
         return own(*arguments)
 
     own, sampler.own_draw = sampler.own_draw, count
-    requests = [Request(list(range(40, 60)), 8, seed=5)]
+    requests = [Request(list(range(40 + shift, 60 + shift)), 1, seed=5 + shift) for shift in range(8)]
     answers = engine.generate(requests, SamplingSpec(max_tokens=20, **changes))  # type: ignore[arg-type]
     assert ours == 0
     with vllms_sampler(runner_of(engine._llm.llm_engine.engine_core.engine_core)):
