@@ -38,6 +38,7 @@ def test_the_newer_one_is_asked_for_where_it_is_tested(monkeypatch: pytest.Monke
     [
         {"device": None},
         {"model_impl": "transformers"},
+        {"tokenizer": "for structured outputs"},
         {"tensor_parallel_size": 2, "port": 29500},
         {"extra": {"speculative_config": {"method": "ngram"}}},
         {"config": LlamaConfig()},
