@@ -6,6 +6,7 @@ that changes single logits. A batch with any other request is left to vLLM's sam
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from colocate_rl.engine.known import is_read_sampler
 from colocate_rl.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """See :func:`colocate_rl.engine.kernels.draw`."""
@@ -56,16 +59,28 @@ def runner_of(core: Any) -> Any:
     return getattr(worker, "model_runner", None)
 
 
-def stand_in(runner: Any, draw: Draw | None = None) -> str | None:
-    """Has plain batches sampled by ``draw``, from now on.
+def take_over(core: Any) -> None:
+    """Has our kernels sample plain requests from now on, where vLLM samples in a known way; else the log says why not.
 
     Args:
-        runner: the engine's model runner; no request may be under way.
-        draw: None: the kernels for GPUs, after they have been compared with torch.
-
-    Returns:
-        why it is not done; None: it is.
+        core: an engine core on a GPU, of this process; no request may be under way.
     """
+    runner = runner_of(core)
+    why_not = obstacle(runner)
+    if why_not is not None:
+        logger.info("Sampling with vLLM's sampler: %s.", why_not)
+        return
+    try:
+        from colocate_rl.engine.kernels import draw
+
+        check(draw, runner.device)
+        stand_in(runner.sampler, draw)
+    except Exception as error:
+        logger.warning("Sampling with vLLM's sampler, which is slower: ours failed its check: %r", error)
+
+
+def obstacle(runner: Any) -> str | None:
+    """Why the batches of this model runner must all stay with its sampler; None: plain ones need not."""
     sampler: Any = getattr(runner, "sampler", None)
     kind: Any = type(sampler)
     if not is_read_sampler(kind):
@@ -77,14 +92,14 @@ def stand_in(runner: Any, draw: Draw | None = None) -> str | None:
         return f"log-probabilities are {sampler.logprobs_mode}"
     if getattr(runner.model_config, "logits_processors", None):
         return "logits processors are set"
-    if draw is None:
-        from colocate_rl.engine import kernels
+    return None
 
-        draw = kernels.draw
-        check(draw, runner.device)
+
+def stand_in(sampler: Any, draw: Draw) -> None:
+    """Has plain batches sampled by ``draw`` instead of vLLM's method of this sampler."""
+    kind: Any = type(sampler)
     sampler.__class__ = _kind(kind)
     sampler.takes_over(draw)
-    return None
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from colocate_rl.engine.folder import check_tokenizer, write_model, write_tokeni
 from colocate_rl.engine.lean import LeanGenerator, Prompt, forget
 from colocate_rl.engine.lora import AdapterSlot, without_slots
 from colocate_rl.engine.protocol import AdapterLayer, Completion, Deliver, Request, SamplingSpec, Work
-from colocate_rl.engine.sampling import runner_of, stand_in
+from colocate_rl.engine.sampling import take_over
 from colocate_rl.engine.spec import EngineSpec, environment, first_group, llm_arguments
 from colocate_rl.engine.vllm_api import (
     adapter_request,
@@ -111,21 +111,10 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM gave {type(self._model).__name__} as its model; its core does not run in this process."
             )
-        self._replace_sampler()
+        if self._device is not None:
+            take_over(self._llm.llm_engine.engine_core.engine_core)
         if spec.lean:
             self._lean = self._proven_lean()
-
-    def _replace_sampler(self) -> None:
-        """Has our kernels sample plain requests, on a GPU, where vLLM's model runner samples in a known way."""
-        if self._device is None:
-            return
-        try:
-            obstacle = stand_in(runner_of(self._llm.llm_engine.engine_core.engine_core))
-        except Exception as error:
-            logger.warning("Sampling with vLLM's sampler, which is slower: ours failed its check: %r", error)
-        else:
-            if obstacle is not None:
-                logger.info("Sampling with vLLM's sampler: %s.", obstacle)
 
     def _proven_lean(self) -> LeanGenerator | None:
         """The lean way to generate, compared with ``LLM.generate`` once; None, with a warning, if it fails."""

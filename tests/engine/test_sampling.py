@@ -4,10 +4,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,7 +200,8 @@ def batch_of(places: list[int], rows: int | None = None) -> tuple[torch.Tensor, 
 
 def test_a_batch_of_plain_requests_is_sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_with(monkeypatch)
-    assert sampling.stand_in(runner, torch_draw) is None
+    assert sampling.obstacle(runner) is None
+    sampling.stand_in(runner.sampler, torch_draw)
     plain = sampling_parameters(temperature=0.7)
     assert runner.sampler.add_request(2, 4, plain) == "vllm"  # 0.24 to 0.30
     runner.sampler.add_request(5, plain)
@@ -241,33 +241,61 @@ def test_a_batch_of_plain_requests_is_sampled_here(monkeypatch: pytest.MonkeyPat
 )
 def test_a_special_sampler_is_left_alone(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:
     runner = runner_with(monkeypatch, **changes)
-    obstacle = sampling.stand_in(runner, torch_draw)
+    obstacle = sampling.obstacle(runner)
     assert obstacle is not None
     assert words in obstacle
+    sampling.take_over(core_with(runner))
     assert type(runner.sampler) is Sampler
 
 
 def test_other_samplers_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_with(monkeypatch)
     runner.model_config.logits_processors = ["mine"]
-    assert sampling.stand_in(runner, torch_draw) == "logits processors are set"
+    assert sampling.obstacle(runner) == "logits processors are set"
 
     class Watermarks(Sampler):
         pass
 
     runner = runner_with(monkeypatch)
     runner.sampler = Watermarks(8)
-    found = sampling.stand_in(runner, torch_draw)
+    found = sampling.obstacle(runner)
     assert found is not None
     assert "Watermarks" in found
-    assert sampling.stand_in(SimpleNamespace(), torch_draw) is not None
+    assert sampling.obstacle(SimpleNamespace()) is not None
+    assert sampling.obstacle(None) is not None
     with sampling.vllms_sampler(runner):
         assert type(runner.sampler) is Watermarks
 
 
+def core_with(runner: Any) -> Any:
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    return SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+
+
 def test_the_runner_of_a_core_of_another_form_is_none() -> None:
-    make: Callable[..., Any] = SimpleNamespace
-    assert sampling.runner_of(make(model_executor=make())) is None
+    assert sampling.runner_of(SimpleNamespace(model_executor=SimpleNamespace())) is None
     runner = object()
-    worker = make(worker=make(model_runner=runner))
-    assert sampling.runner_of(make(model_executor=make(driver_worker=worker))) is runner
+    assert sampling.runner_of(core_with(runner)) is runner
+
+
+def kernels_with(monkeypatch: pytest.MonkeyPatch, draw: Any) -> None:
+    kernels: Any = ModuleType("colocate_rl.engine.kernels")
+    kernels.draw = draw
+    monkeypatch.setitem(sys.modules, "colocate_rl.engine.kernels", kernels)
+
+
+def test_kernels_that_pass_their_check_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels_with(monkeypatch, torch_draw)
+    runner = runner_with(monkeypatch)
+    sampling.take_over(core_with(runner))
+    assert runner.sampler.own_draw is torch_draw
+
+
+def test_kernels_that_fail_it_cost_speed_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels_with(monkeypatch, lambda logits, *_: (logits.argmax(-1), torch.zeros(len(logits))))
+    runner = runner_with(monkeypatch)
+    sampling.take_over(core_with(runner))
+    assert type(runner.sampler) is Sampler
+    assert "slower: ours failed its check" in caplog.text
