@@ -55,10 +55,10 @@ class GRPOTrainer(Trainer):
         tools: functions, sync or async, with type hints and Google docstrings, which completions may call; each goes on
             behind what its tools answered, up to ``max_completion_length`` in all. Prompts must be conversational.
         rollout_func: called as ``rollout_func(prompts, trainer)`` in place of the engines, with this rank's prompts
-            (one per completion; in an evaluation perhaps none); returns a dictionary of lists with one entry each:
-            ``prompt_ids``, ``completion_ids``, ``logprobs``, optionally ``env_mask`` (0: not sampled, not learned
-            from); any further entry becomes an argument of the reward functions. :meth:`generate` reaches the engines
-            from inside it.
+            (one per completion; in an evaluation, or with ``dynamic_sampling``, perhaps none); returns a dictionary of
+            lists with one entry each: ``prompt_ids``, ``completion_ids``, ``logprobs``, optionally ``env_mask`` (0: not
+            sampled, not learned from); any further entry becomes an argument of the reward functions. :meth:`generate`
+            reaches the engines from inside it.
         environment_factory: not supported; see ``tools`` and ``rollout_func``.
 
     Raises:

@@ -43,6 +43,16 @@ def wraps_transformers(architectures: Sequence[str]) -> bool:
     return not known or any(getattr(model, "module_name", "").startswith(wrapper) for model in known)
 
 
+def compile_grammars_at_once(llm: Any) -> None:
+    """Has a request with structured outputs ready to run when it is added, whatever threads are busy with.
+
+    vLLM compiles grammars in threads, and requests run in the order in which these finish. Those without a seed sample
+    from one stream, so the same seed would give other completions each time. Shards of one engine, which must agree
+    anyway, compile at once by vLLM's own choice; every compiled grammar is kept, so it is done once per engine.
+    """
+    llm.llm_engine.engine_core.engine_core.structured_output_manager._use_async_grammar_compilation = False
+
+
 def leave_groups() -> None:
     """Ends vLLM's process groups and frees its memory, where vLLM has been imported at all."""
     if "vllm" in sys.modules:

@@ -63,6 +63,11 @@ def check_arguments(model: str | nn.Module, peft_config: Any, quantization_confi
             "sync_ref_model=True needs a reference model of its own, but here the policy without its adapter is the "
             "reference, which does not move. Remove sync_ref_model, or train all weights."
         )
+    if args.lora_sync != "auto" and peft_config is None and not isinstance(model, PeftModel):
+        raise ConfigError(
+            f"lora_sync={args.lora_sync!r} says how an adapter reaches the engines, but there is none: the whole model "
+            "is trained. Pass a peft_config (--use-peft), or remove lora_sync."
+        )
     if quantization_config is not None:
         _check_quantization(model, peft_config, quantization_config, args)
 

@@ -1,13 +1,16 @@
 """The policy as an engine, vLLM's engine, and vLLM on transformers' code agree; structured outputs are obeyed."""
 
+import itertools
 import re
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from colocate_rl.engine.background import BackgroundEngine
-from colocate_rl.engine.protocol import Request, SamplingSpec
+from colocate_rl.engine.protocol import Completion, Request, SamplingSpec
 from colocate_rl.engine.transformers_engine import TransformersEngine
 from colocate_rl.engine.vllm_engine import VllmEngine
 from tests.engine.conftest import GREEDY, engine_spec, policy_logprobs, prompts, weights
@@ -84,6 +87,33 @@ def test_constrained_log_probabilities_are_those_of_the_allowed_tokens(with_toke
         wanted = torch.cat(both).log_softmax(-1)[letters.index(completion.token_ids[0])]
         assert completion.sampling_logprobs[0] == pytest.approx(float(wanted), abs=1e-3)
         assert completion.sampling_logprobs[1] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_seed_repeats_constrained_completions_however_long_grammars_take(
+    with_tokenizer: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that share a stream must run in the order they were asked in, not in that of compiling threads."""
+    spec = SamplingSpec(max_tokens=24, stop_token_ids=(EOS,), extra={"structured_outputs": {"regex": "[a-z]{5,9}"}})
+    asked = [Request(prompt, 4) for prompt in prompts(4)]
+    with_tokenizer.generate(asked, spec)  # the first request makes what compiles
+    assert with_tokenizer._llm is not None
+    compiler = with_tokenizer._llm.llm_engine.engine_core.engine_core.structured_output_manager.backend
+    compile_grammar = compiler.compile_grammar
+
+    def answers(delays: list[float]) -> list[list[Completion]]:
+        waits = itertools.cycle(delays)
+
+        def slowly(*arguments: Any, **named: Any) -> Any:
+            time.sleep(next(waits))
+            return compile_grammar(*arguments, **named)
+
+        monkeypatch.setattr(compiler, "compile_grammar", slowly)
+        with_tokenizer.reseed(5)
+        return with_tokenizer.generate(asked, spec)
+
+    expected = answers([0.0])
+    assert answers([0.1, 0.0, 0.03, 0.0]) == expected
+    assert answers([0.0, 0.02]) == expected
 
 
 def test_lean_generation_and_llm_generate_constrain_alike(

@@ -64,6 +64,16 @@ def test_arguments_of_the_wrong_kind(tmp_path: Path) -> None:
         check_arguments(lora_policy(), lora(), None, args=args)
 
 
+def test_a_way_into_the_engines_for_an_adapter_that_nobody_trains(tmp_path: Path) -> None:
+    for way in ("merged", "adapter"):
+        args = config(tmp_path, lora_sync=way)
+        with pytest.raises(ConfigError, match=f"lora_sync='{way}' .*the whole model is trained"):
+            check_arguments(tiny_model(), None, None, args=args)
+        check_arguments(tiny_model(), lora(), None, args=args)
+        check_arguments(lora_policy(), None, None, args=args)
+    check_arguments(tiny_model(), None, None, args=config(tmp_path))
+
+
 def test_quantised_weights_without_what_they_need(tmp_path: Path) -> None:
     bits, args = BitsAndBytesConfig(load_in_8bit=True), config(tmp_path)
     with pytest.raises(TypeError, match="BitsAndBytesConfig"):
