@@ -27,11 +27,13 @@ def build_llm(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
     try:
-        return LLM(**{**arguments, **extra})
+        llm = LLM(**{**arguments, **extra})
     except TypeError as error:
         if not extra:
             raise
         raise ConfigError(f"vllm_engine_kwargs={dict(extra)}: vLLM takes no such argument ({error}).") from error
+    _compile_grammars_at_once(llm)
+    return llm
 
 
 def wraps_transformers(architectures: Sequence[str]) -> bool:
@@ -43,14 +45,16 @@ def wraps_transformers(architectures: Sequence[str]) -> bool:
     return not known or any(getattr(model, "module_name", "").startswith(wrapper) for model in known)
 
 
-def compile_grammars_at_once(llm: Any) -> None:
+def _compile_grammars_at_once(llm: Any) -> None:
     """Has a request with structured outputs ready to run when it is added, whatever threads are busy with.
 
     vLLM compiles grammars in threads, and requests run in the order in which these finish. Those without a seed sample
     from one stream, so the same seed would give other completions each time. Shards of one engine, which must agree
     anyway, compile at once by vLLM's own choice; every compiled grammar is kept, so it is done once per engine.
     """
-    llm.llm_engine.engine_core.engine_core.structured_output_manager._use_async_grammar_compilation = False
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None:  # else it runs elsewhere, which is refused later
+        core.structured_output_manager._use_async_grammar_compilation = False
 
 
 def leave_groups() -> None:

@@ -29,7 +29,6 @@ from colocate_rl.engine.spec import EngineSpec, environment, first_group, llm_ar
 from colocate_rl.engine.vllm_api import (
     adapter_request,
     build_llm,
-    compile_grammars_at_once,
     completion_of,
     leave_groups,
     sampling_parameters,
@@ -107,7 +106,6 @@ class VllmEngine:
             raise ConfigError(f"vLLM has no LoRA slot for this model ({error}). Set lora_sync='merged'.") from error
         if spec.tokenizer is not None:
             check_tokenizer(spec.tokenizer, self._llm.get_tokenizer())
-            compile_grammars_at_once(self._llm)
         self._model = self._llm.apply_model(_itself)[0]
         if not isinstance(self._model, torch.nn.Module):
             raise EngineError(
