@@ -73,12 +73,14 @@ def _draw(  # type: ignore[no-untyped-def]
     chosen = tl.sum((tl.cumsum(masses, axis=0) <= target).to(tl.int32), axis=0)
     chosen = tl.minimum(chosen, tl.max(tl.where(masses > 0.0, number, 0), axis=0))  # sums are rounded
     target -= tl.sum(tl.where(number < chosen, masses, 0.0), axis=0)
+    target = tl.maximum(target, 0.0) / tl.sum(tl.where(number == chosen, masses, 0.0), axis=0)  # a share of the block
 
     column = tl.arange(0, BLOCK)
     entry = chosen * BLOCK + column
     values = tl.load(logits + row * stride + entry, mask=entry < vocabulary, other=float("-inf")).to(tl.float32)
     values = values / temperature
     weights = tl.exp((values - reference).to(tl.float64))
+    target *= tl.sum(weights, axis=0)  # not its mass, which was summed in float32: the last entry would get the rest
     found = tl.sum((tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)
     found = tl.minimum(found, tl.max(tl.where(weights > 0.0, column, 0), axis=0))
     value = tl.sum(tl.where(column == found, values, 0.0), axis=0)
@@ -107,14 +109,14 @@ def draw(
     Returns:
         token ids [rows] int64, and their log-probabilities [rows] float32, in nats.
     """
-    (num_rows, vocabulary), kernels = logits.shape, (_sum_blocks, _draw)
+    num_rows, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, BLOCK)
     maxima, sums = logits.new_empty(2, num_rows, num_blocks, dtype=torch.float32).unbind()
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     scaled: tuple[Any, ...] = (logits, logits.stride(0), places, temperatures)
-    kernels[0][(num_rows, num_blocks)](*scaled, maxima, sums, num_blocks, vocabulary, BLOCK=BLOCK)
-    kernels[1][(num_rows,)](
+    _sum_blocks[(num_rows, num_blocks)](*scaled, maxima, sums, num_blocks, vocabulary, BLOCK=BLOCK)
+    _draw[(num_rows,)](
         *scaled,
         seeds,
         positions,

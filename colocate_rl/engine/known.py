@@ -40,11 +40,11 @@ SCHEDULES: Mapping[str, str] = {
 Before one is added: does a step in which all requests decode still change nothing else of the scheduler and of its
 requests, and does :meth:`colocate_rl.engine.decoding.Decoding._step` fill each field that such a step has?
 """
-SAMPLERS = "3e4329a8b689 103b2546fe16 f3213d0a4247 b09637562bb3 54ef408c9b5c ac7623ea8225 50a2bfe95c78 8b2c419eca0e"
-"""Digests of the ``Sampler.__call__`` that :mod:`colocate_rl.engine.sampling` stands in for, in vLLM 0.24 to 0.32.
+SAMPLERS = "c495c340f429 ce4a84b9742b 3b5e1c2a4baf 82f244ca357c aefff84b7bed 61c483d3c549 006b7ca4c995 aec2c8c226b5"
+"""Digests of the ``Sampler`` that :mod:`colocate_rl.engine.sampling` stands in for, in vLLM 0.24 to 0.32.
 
-Before one is added: does it still do nothing else for a batch of plain requests than to sample, to give
-log-probabilities, and to count what was sampled?
+Before one is added: does a batch of plain requests still get nothing else than tokens, their log-probabilities and how
+many were sampled, and which new field of ``SamplingParams`` or of the sampler changes logits?
 """
 SPECIAL = (
     "connector",
@@ -83,7 +83,7 @@ def unread_schedule(core: Any) -> list[str]:
 
 def is_read_sampler(kind: type[Any]) -> bool:
     """Whether this is the sampler of vLLM's newer model runner, in one of the versions that were read."""
-    return "__call__" in vars(kind) and _digest(vars(kind)["__call__"]) in SAMPLERS.split()
+    return kind.__name__ == "Sampler" and _digest(kind) in SAMPLERS.split()
 
 
 def digests(core: Any) -> dict[str, str]:

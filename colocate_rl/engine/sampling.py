@@ -1,4 +1,4 @@
-"""Sampling of plain requests, in the place of vLLM's sampler, which reads the logits five times.
+"""Sampling of plain requests, in the place of vLLM's sampler, which reads the logits several times.
 
 Plain is what reinforcement learning asks for most: a temperature, the log-probability of the sampled token, and nothing
 that changes single logits. A batch with any other request is left to vLLM's sampler.
@@ -26,8 +26,12 @@ FREE = {
     *("n", "seed", "max_tokens", "temperature", "top_k", "logprobs", "flat_logprobs", "output_kind", "skip_clone"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "_eos_token_id", "_all_stop_token_ids"),
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_text_buffer_length"),
+    *("watermarking", "_watermarking_skipped"),
 }
-"""Fields of ``SamplingParams`` that a plain request may set: those that change no logit, and those looked at here."""
+"""Fields of ``SamplingParams`` that a plain request may set: those that change no logit, and those looked at here.
+
+vLLM 0.32 says in each request whether it is watermarked; an engine that does so has another sampler.
+"""
 
 
 def is_plain(params: Any) -> bool:
@@ -36,13 +40,11 @@ def is_plain(params: Any) -> bool:
     Args:
         params: its ``SamplingParams``.
     """
-    kind: Any = type(params)
-    usual = _usual(kind)
     return (
         params.temperature > 0
         and params.top_k in (0, -1)
         and params.logprobs == 0
-        and all(getattr(params, name) == value for name, value in usual.items())
+        and all(getattr(params, name) == value for name, value in _usual(params.__class__).items())
     )
 
 
@@ -90,9 +92,14 @@ def obstacle(runner: Any) -> str | None:
         return f"the sampler uses {', '.join(special)}"
     if sampler.logprobs_mode != "processed_logprobs":
         return f"log-probabilities are {sampler.logprobs_mode}"
-    if getattr(runner.model_config, "logits_processors", None):
+    processors = getattr(sampler, "logits_processors", ())  # plugins among them
+    if getattr(runner.model_config, "logits_processors", None) or not all(map(_is_vllms, processors)):
         return "logits processors are set"
     return None
+
+
+def _is_vllms(processor: Any) -> bool:
+    return type(processor).__module__.startswith("vllm.")
 
 
 def stand_in(sampler: Any, draw: Draw) -> None:
@@ -107,13 +114,14 @@ def vllms_sampler(runner: Any) -> Iterator[None]:
     """Until the block ends, vLLM's own sampler samples everything; for comparisons with vLLM alone."""
     sampler: Any = getattr(runner, "sampler", None)
     before: Any = type(sampler)
-    if hasattr(sampler, "takes_over"):
-        sampler.__class__ = before.__mro__[1]
+    if not hasattr(sampler, "takes_over"):
+        yield
+        return
+    sampler.__class__ = before.__base__
     try:
         yield
     finally:
-        if type(sampler) is not before:
-            sampler.__class__ = before
+        sampler.__class__ = before
 
 
 @functools.cache
@@ -129,8 +137,10 @@ def _kind(vllms: Any) -> type[Any]:
         def takes_over(self, draw: Draw) -> None:
             """Begins; all requests so far are vLLM's."""
             self.own_draw = draw
-            self.is_plain_at = np.zeros(self.sampling_states.max_num_reqs, dtype=bool)
-            self.own_ranks: torch.Tensor | None = None
+            states = self.sampling_states
+            self.is_plain_at = np.zeros(states.max_num_reqs, dtype=bool)
+            # vLLM gives the rank of each sampled token too. Nobody here reads it, so all have these zeros.
+            self.no_ranks = torch.zeros(states.max_num_reqs, dtype=torch.int64, device=states.seeds.gpu.device)
 
         def add_request(self, place: int, *others: Any) -> Any:
             self.is_plain_at[place] = is_plain(others[-1])
@@ -156,12 +166,10 @@ def _kind(vllms: Any) -> type[Any]:
                 batch.idx_mapping,
                 self.req_states.prefill_len.gpu,
             )
-            if self.own_ranks is None or len(self.own_ranks) < len(places):
-                self.own_ranks = tokens.new_zeros(max(len(places), len(self.is_plain_at)))
             columns = tokens[:, None]
             return from_vllm["SamplerOutput"](
                 sampled_token_ids=columns,
-                logprobs_tensors=tensors_type(columns, logprobs[:, None], self.own_ranks[: len(places)]),
+                logprobs_tensors=tensors_type(columns, logprobs[:, None], self.no_ranks[: len(places)]),
                 num_nans=None,
                 num_sampled=num_sampled,
                 num_rejected=num_rejected,

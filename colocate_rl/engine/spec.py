@@ -68,11 +68,11 @@ class EngineSpec:
 
 
 SECOND_RUNNER = frozenset({"Qwen2ForCausalLM"})
-"""Architectures that run with vLLM's newer model runner also where vLLM (0.24 to 0.28) would take the older one.
+"""Architectures for which vLLM's newer model runner is asked for, where older vLLM (0.24 to 0.28) would take the older.
 
 The newer one prepares steps on the GPU: on an H200 with vLLM 0.24, 256 sequences of a 1.5 B model decode 1.25 times as
-fast. vLLM takes it for some architectures first and in the end for all; those listed here are tested with 0.24, in
-engines of one shard without structured outputs.
+fast. vLLM takes it for some architectures first and in the end for all; these were run with it and 0.24, in engines of
+one shard without structured outputs.
 """
 GRAPH_ARGUMENTS = {
     *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
@@ -110,9 +110,14 @@ def architectures_of(config: Any) -> list[str]:
 
 
 def second_runner(spec: EngineSpec) -> bool:
-    """Whether the engine asks for vLLM's newer model runner, whatever vLLM would take."""
+    """Whether an engine asks for vLLM's newer model runner, which then has to be possible; the environment may say no.
+
+    Plugins that change logits (vLLM loads those that are installed) are possible with the older one only.
+    """
     usual = spec.tensor_parallel_size == 1 and spec.model_impl == "vllm" and spec.tokenizer is None and not spec.extra
-    return usual and spec.device is not None and bool(SECOND_RUNNER & set(architectures_of(spec.model_config)))
+    known = SECOND_RUNNER.intersection(architectures_of(spec.model_config))
+    plugins = metadata.entry_points(group="vllm.logits_processors")
+    return usual and spec.device is not None and bool(known) and not plugins
 
 
 def vllm_version() -> str:

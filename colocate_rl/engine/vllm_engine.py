@@ -111,7 +111,7 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM gave {type(self._model).__name__} as its model; its core does not run in this process."
             )
-        if self._device is not None:
+        if self._device is not None and spec.tensor_parallel_size == 1:  # shards would have to take over together
             take_over(self._llm.llm_engine.engine_core.engine_core)
         if spec.lean:
             self._lean = self._proven_lean()

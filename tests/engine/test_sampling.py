@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams  # noqa: TID251
 
 from colocate_rl.engine import known, sampling
 from colocate_rl.engine.vllm_api import sampling_parameters
@@ -124,8 +125,17 @@ def test_the_sampler_of_this_vllm_was_read() -> None:
 
     assert known.is_read_sampler(Sampler)
     names = Sampler.__call__.__globals__
-    assert {"SamplerOutput", "get_num_sampled_and_rejected"} <= names.keys()
-    assert sampling._logprobs_type(names).__name__ == "LogprobsTensors"
+    assert "get_num_sampled_and_rejected" in names
+    tensors = sampling._logprobs_type(names)(torch.ones(2, 1), torch.zeros(2, 1), torch.zeros(2))
+    made = names["SamplerOutput"](
+        sampled_token_ids=torch.ones(2, 1), logprobs_tensors=tensors, num_nans=None, num_sampled=1, num_rejected=0
+    )
+    assert made.logprobs_tensors.tolists().logprobs.tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.skipif("watermarking" not in SamplingParams.__struct_fields__, reason="a field of newer versions")
+def test_that_nothing_is_watermarked_is_plain() -> None:
+    assert sampling.is_plain(sampling_parameters(watermarking=False))
 
 
 # What a sampler of vLLM's form is made of here; the names are those that its method sees.
@@ -179,7 +189,7 @@ class Sampler:
 
 
 def runner_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
-    monkeypatch.setattr(known, "SAMPLERS", known._digest(Sampler.__call__))
+    monkeypatch.setattr(known, "SAMPLERS", known._digest(Sampler))
     sampler = Sampler(8)
     vars(sampler).update(changes)
     return SimpleNamespace(sampler=sampler, device=CPU, model_config=SimpleNamespace(logits_processors=None))
@@ -220,7 +230,7 @@ def test_a_batch_of_plain_requests_is_sampled_here(monkeypatch: pytest.MonkeyPat
     assert torch.equal(found.sampled_token_ids, tokens[:, None])
     assert torch.equal(found.logprobs_tensors.logprob_token_ids, tokens[:, None])
     assert torch.equal(found.logprobs_tensors.logprobs, logprobs[:, None])
-    assert len(found.logprobs_tensors.selected_token_ranks) == 2
+    assert found.logprobs_tensors.selected_token_ranks.tolist() == [0, 0]
     assert found.num_sampled.tolist() == [0, 1]  # the first one's prompt is not computed to its end
     assert runner.sampler(*batch_of([2, 6])) == [-1, -1]
     assert runner.sampler(*batch_of([2], rows=2)) == [-1]  # several tokens of a request
@@ -236,6 +246,8 @@ def test_a_batch_of_plain_requests_is_sampled_here(monkeypatch: pytest.MonkeyPat
     [
         ({"compute_nans": True}, "uses compute_nans"),
         ({"trace_replay_state": object()}, "uses trace_replay_state"),
+        ({"return_sampling_mask": True}, "uses return_sampling_mask"),
+        ({"logits_processors": [np.random.default_rng()]}, "logits processors are set"),
         ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs"),
     ],
 )

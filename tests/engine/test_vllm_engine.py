@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d  # noqa: TID251
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from colocate_rl.engine.protocol import Request, SamplingSpec
+from colocate_rl.engine.sampling import is_plain
 from colocate_rl.engine.vllm_engine import VllmEngine
 from colocate_rl.errors import EngineError, WeightSyncError
 from colocate_rl.training.merging import policy_tensors
@@ -159,6 +161,25 @@ def test_completions_end_at_any_stop_token_and_keep_it(build: Build) -> None:
     first = list(free.token_ids).index(stop)
     assert cut.finish_reason == "stop"
     assert list(cut.token_ids) == list(free.token_ids[: first + 1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_requests_are_as_plain_for_the_engines_core_as_they_were_asked_for(
+    build: Build, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    engine = build(tiny_model())
+    engine.load_weights(weights(tiny_model()))
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    add, arrived = scheduler.add_request, []
+
+    def watched(request: Any, *others: Any, **named: Any) -> Any:
+        arrived.append(is_plain(request.sampling_params))
+        return add(request, *others, **named)
+
+    monkeypatch.setattr(scheduler, "add_request", watched)
+    spec = SamplingSpec(max_tokens=3, temperature=temperature, stop_token_ids=(5,))
+    engine.generate([Request(list(range(10, 20)), 1), Request(list(range(10, 22)), 1, seed=3)], spec)
+    assert arrived == [temperature > 0] * 2
 
 
 def test_request_seeds_repeat_and_differ(build: Build) -> None:

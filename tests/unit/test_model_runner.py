@@ -1,5 +1,6 @@
 """Which of vLLM's model runners an engine asks for."""
 
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,11 @@ def test_elsewhere_vllm_decides(monkeypatch: pytest.MonkeyPatch, changes: dict[s
     monkeypatch.delenv(RUNNER, raising=False)
     assert not second_runner(spec(**changes))
     assert RUNNER not in environment(spec(**changes))
+
+
+def test_plugins_that_only_the_older_one_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [group])
+    assert not second_runner(spec())
 
 
 @pytest.mark.parametrize("said", ["0", "1"])
