@@ -68,17 +68,18 @@ def take_over(core: Any) -> None:
         core: an engine core on a GPU, of this process; no request may be under way.
     """
     runner = runner_of(core)
-    why_not = obstacle(runner)
-    if why_not is not None:
-        logger.info("Sampling with vLLM's sampler: %s.", why_not)
-        return
     try:
-        from colocate_rl.engine.kernels import draw
+        why_not = obstacle(runner)
+        if why_not is None:
+            from colocate_rl.engine.kernels import draw
 
-        check(draw, runner.device)
-        stand_in(runner.sampler, draw)
+            check(draw, runner.device)
+            stand_in(runner.sampler, draw, runner.device)
     except Exception as error:
         logger.warning("Sampling with vLLM's sampler, which is slower: ours failed its check: %r", error)
+        return
+    if why_not is not None:
+        logger.info("Sampling with vLLM's sampler: %s.", why_not)
 
 
 def obstacle(runner: Any) -> str | None:
@@ -102,11 +103,12 @@ def _is_vllms(processor: Any) -> bool:
     return type(processor).__module__.startswith("vllm.")
 
 
-def stand_in(sampler: Any, draw: Draw) -> None:
-    """Has plain batches sampled by ``draw`` instead of vLLM's method of this sampler."""
-    kind: Any = type(sampler)
-    sampler.__class__ = _kind(kind)
-    sampler.takes_over(draw)
+def stand_in(sampler: Any, draw: Draw, device: torch.device) -> None:
+    """Has plain batches, with logits on ``device``, sampled by ``draw`` instead of vLLM's method of this sampler."""
+    vllms: Any = type(sampler)
+    ours: Any = _kind(vllms)
+    ours.takes_over(sampler, draw, device)  # before it is one, so that a sampler that lacks something stays vLLM's
+    sampler.__class__ = ours
 
 
 @contextlib.contextmanager
@@ -134,13 +136,12 @@ def _kind(vllms: Any) -> type[Any]:
     class PlainSampler(vllms):
         """vLLM's sampler, except for batches of plain requests."""
 
-        def takes_over(self, draw: Draw) -> None:
+        def takes_over(self, draw: Draw, device: torch.device) -> None:
             """Begins; all requests so far are vLLM's."""
             self.own_draw = draw
-            states = self.sampling_states
-            self.is_plain_at = np.zeros(states.max_num_reqs, dtype=bool)
+            self.is_plain_at = np.zeros(self.sampling_states.max_num_reqs, dtype=bool)
             # vLLM gives the rank of each sampled token too. Nobody here reads it, so all have these zeros.
-            self.no_ranks = torch.zeros(states.max_num_reqs, dtype=torch.int64, device=states.seeds.gpu.device)
+            self.no_ranks = torch.zeros(len(self.is_plain_at), dtype=torch.int64, device=device)
 
         def add_request(self, place: int, *others: Any) -> Any:
             self.is_plain_at[place] = is_plain(others[-1])

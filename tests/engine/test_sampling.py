@@ -211,7 +211,7 @@ def batch_of(places: list[int], rows: int | None = None) -> tuple[torch.Tensor, 
 def test_a_batch_of_plain_requests_is_sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_with(monkeypatch)
     assert sampling.obstacle(runner) is None
-    sampling.stand_in(runner.sampler, torch_draw)
+    sampling.stand_in(runner.sampler, torch_draw, CPU)
     plain = sampling_parameters(temperature=0.7)
     assert runner.sampler.add_request(2, 4, plain) == "vllm"  # 0.24 to 0.30
     runner.sampler.add_request(5, plain)
@@ -311,3 +311,16 @@ def test_kernels_that_fail_it_cost_speed_only(
     sampling.take_over(core_with(runner))
     assert type(runner.sampler) is Sampler
     assert "slower: ours failed its check" in caplog.text
+
+
+def test_a_runner_of_another_form_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels_with(monkeypatch, torch_draw)
+    for lacking, name in ((lambda runner: runner, "model_config"), (lambda runner: runner.sampler, "sampling_states")):
+        runner = runner_with(monkeypatch)
+        delattr(lacking(runner), name)
+        caplog.clear()
+        sampling.take_over(core_with(runner))
+        assert type(runner.sampler) is Sampler
+        assert "slower: ours failed its check" in caplog.text
